@@ -1,0 +1,155 @@
+"""``skippy chat``: a terminal chat against a running endpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import httpx
+
+from .errors import CliError
+
+Message = dict[str, str]
+
+_HELP = "/reset forgets the conversation, /exit ends; Ctrl-C stops an answer."
+
+
+@click.command("chat")
+@click.option("--url", default="http://127.0.0.1:9337/v1", show_default=True, help="The endpoint.")
+@click.option("--model", help="The model; default: the first the endpoint lists.")
+@click.option("--system", help="A system message to start with.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Limit of one answer, in tokens.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Sampling temperature.")
+def chat(
+    url: str, model: str | None, system: str | None, max_tokens: int | None, temperature: float | None
+) -> None:
+    """Chat with a running endpoint."""
+    with httpx.Client(timeout=httpx.Timeout(10, read=None), trust_env=False) as client:
+        endpoint = ChatEndpoint(client, url)
+        name = model or endpoint.first_model()
+        settings = {"max_tokens": max_tokens, "temperature": temperature}
+        session = ChatSession(endpoint, name, system, {k: v for k, v in settings.items() if v is not None})
+        click.echo(f"{name}. {_HELP}")
+        while session.turn():
+            pass
+
+
+class ChatEndpoint:
+    """The two calls a chat needs, with errors for users (CliError)."""
+
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self._client = client
+        self._url = url.rstrip("/")
+
+    def first_model(self) -> str:
+        """The id of the first model the endpoint lists."""
+        try:
+            response = self._client.get(f"{self._url}/models")
+            if response.status_code != 200:
+                raise CliError(error_text(response.status_code, response.content))
+            return str(response.json()["data"][0]["id"])
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise CliError(f"{self._url}: {error or type(error).__name__}") from None
+        except (ValueError, LookupError, TypeError):
+            raise CliError(f"{self._url}/models: the answer is no list of models") from None
+
+    def answer(self, body: dict[str, Any]) -> Iterator[str]:
+        """Stream the pieces of one answer."""
+        try:
+            with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise CliError(error_text(response.status_code, response.read()))
+                for line in response.iter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or not data:
+                        continue
+                    if data == "[DONE]":
+                        return
+                    yield from _pieces(data)
+            raise CliError("the endpoint ended the stream before the answer was complete")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise CliError(f"{self._url}: {error or type(error).__name__}") from None
+
+
+def _pieces(data: str) -> Iterator[str]:
+    """Text in one event of the stream; an error event raises."""
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise CliError(str(event["error"].get("message", event["error"])))
+        for choice in event["choices"]:
+            if text := choice["delta"].get("content"):
+                yield text
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise CliError(f"the endpoint sent an event that is no chat chunk: {data[:200]}") from None
+
+
+def error_text(status: int, body: bytes) -> str:
+    """The message of an OpenAI error envelope, or the status and the start of the body."""
+    try:
+        return f"{json.loads(body)['error']['message']} (HTTP {status})"
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {status}: {body[:200].decode(errors='replace').strip() or 'empty answer'}"
+
+
+def printable(text: str) -> str:
+    """Text without control characters, so that a model cannot steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
+
+
+class ChatSession:
+    """The conversation so far, and one turn at a time."""
+
+    def __init__(
+        self, endpoint: ChatEndpoint, model: str, system: str | None, settings: dict[str, Any]
+    ) -> None:
+        self._endpoint = endpoint
+        self._model = model
+        self._start: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._settings = settings
+        self.messages: list[Message] = list(self._start)
+
+    def turn(self) -> bool:
+        """Ask for a line and answer it; False when the user ends the chat (/exit, or end of input)."""
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return False
+        if not line:
+            return True
+        if line == "/exit":
+            return False
+        if line == "/reset":
+            self.messages = list(self._start)
+            click.echo("forgotten")
+        elif line.startswith("/"):
+            click.echo(f"unknown command {line.split()[0]}; {_HELP}")
+        else:
+            self._say(line)
+        return True
+
+    def _say(self, text: str) -> None:
+        """One question and its answer. A question that got no answer is not remembered."""
+        question: Message = {"role": "user", "content": text}
+        body = {
+            "model": self._model,
+            "messages": [*self.messages, question],
+            "stream": True,
+            **self._settings,
+        }
+        pieces: list[str] = []
+        try:
+            for piece in self._endpoint.answer(body):
+                pieces.append(piece)
+                click.echo(printable(piece), nl=False)
+        except KeyboardInterrupt:
+            click.echo(" [stopped]", nl=False)
+        except CliError as error:
+            click.echo(f"\nerror: {error.format_message()}", err=True)
+            return
+        click.echo()
+        if pieces:
+            self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]

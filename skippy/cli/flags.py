@@ -1,0 +1,274 @@
+"""Options that commands share, and options whose feature does not exist yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import click
+
+from skippy.config import (
+    OpenAIOptions,
+    StageConfig,
+    StageOptions,
+    StageTopology,
+    check_against_topology,
+    load_stage_config,
+    load_topology,
+)
+
+from .errors import SettingError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_TOKEN_FILE_BYTES = 4096
+
+
+def combine(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several option decorators as one, in reading order."""
+
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def off(name: str, feature: str, *, off_value: Any = None, is_flag: bool = False) -> Callable[[F], F]:
+    """An option that is accepted only at its off value and otherwise refused by name.
+
+    Args:
+        name: the option, with dashes.
+        feature: completes "<name>: <feature> not available yet".
+        off_value: what may be given; None: nothing.
+        is_flag: the option takes no value; giving it is asking for the feature.
+    """
+
+    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if context.resilient_parsing or value is None or value is False:
+            return
+        if off_value is not None and _same(value, off_value):
+            return
+        right = "leave it out" if off_value is None else f"leave it out or give {off_value}"
+        raise SettingError(f"{name}: {feature} not available yet; {right}")
+
+    return click.option(
+        name,
+        is_flag=is_flag,
+        default=False if is_flag else None,
+        expose_value=False,
+        callback=refuse,
+        help="Not available yet" + (f"; only {off_value} is accepted." if off_value is not None else "."),
+    )
+
+
+def _same(given: str, off_value: Any) -> bool:
+    if isinstance(off_value, str):
+        return given == off_value
+    try:
+        return float(given) == float(off_value)
+    except ValueError:
+        return False
+
+
+config_option = click.option(
+    "--config", "config_path", type=click.Path(path_type=Path), metavar="FILE", help="This stage's JSON file."
+)
+topology_option = click.option(
+    "--topology",
+    "topology_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The chain's JSON file.",
+)
+telemetry_options = combine(
+    off("--metrics-otlp-grpc", "exporting to OpenTelemetry is"),
+    click.option("--telemetry-queue-capacity", type=int, default=1024, show_default=True, metavar="EVENTS"),
+    click.option(
+        "--telemetry-level",
+        type=click.Choice(["off", "summary", "debug"]),
+        default="summary",
+        show_default=True,
+    ),
+)
+connect_timeout_option = click.option(
+    "--downstream-connect-timeout-secs",
+    type=int,
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to try to reach the stage after this one.",
+)
+link_token_option = click.option(
+    "--link-token-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with the secret that the stages of a chain show each other (1 to 64 bytes, one line).",
+)
+link_options = combine(
+    click.option(
+        "--max-inflight",
+        type=int,
+        default=4,
+        show_default=True,
+        metavar="N",
+        help="Requests worked on at once, at most lane_count.",
+    ),
+    click.option(
+        "--reply-credit-limit",
+        type=int,
+        metavar="N",
+        help="Prefill chunks that may be on their way downstream unacknowledged.",
+    ),
+    click.option(
+        "--async-prefill-forward",
+        "async_on",
+        is_flag=True,
+        help="Send chunks on while computing; the default.",
+    ),
+    click.option(
+        "--no-async-prefill-forward",
+        "async_off",
+        is_flag=True,
+        help="Wait for each chunk; both given means on.",
+    ),
+    off("--downstream-wire-delay-ms", "slowing a link down is", off_value=0),
+    off("--downstream-wire-mbps", "slowing a link down is"),
+    connect_timeout_option,
+    link_token_option,
+)
+
+
+def openai_options(prefix: str) -> Callable[[F], F]:
+    """The OpenAI endpoint's options, with ``prefix`` ("openai-" or "") in every name; not bind-addr."""
+    adaptive = "adapting the concurrency is"
+    policy = "a chunk policy other than fixed is"
+    speculation = "speculative decoding is"
+    return combine(
+        click.option(f"--{prefix}model-id", "model_id", metavar="NAME", help="The name clients ask for."),
+        click.option(
+            f"--{prefix}default-max-tokens",
+            "default_max_tokens",
+            type=int,
+            metavar="N",
+            help="Limit when a request names none; default: the rest of the context.",
+        ),
+        click.option(
+            f"--{prefix}generation-concurrency",
+            "generation_concurrency",
+            type=int,
+            metavar="N",
+            help="Requests generated at once; default: lane_count.",
+        ),
+        click.option(
+            f"--{prefix}prefill-chunk-size",
+            "prefill_chunk_size",
+            type=int,
+            default=256,
+            show_default=True,
+            metavar="TOKENS",
+            help="Prompt tokens per chunk.",
+        ),
+        off(f"--{prefix}prefill-chunk-policy", policy, off_value="fixed"),
+        off(f"--{prefix}prefill-chunk-schedule", policy),
+        off(f"--{prefix}prefill-adaptive-start", policy),
+        off(f"--{prefix}prefill-adaptive-step", policy),
+        off(f"--{prefix}prefill-adaptive-max", policy),
+        off(f"--{prefix}prefill-adaptive-target-ms", policy),
+        off(f"--{prefix}adaptive-generation-concurrency", adaptive, is_flag=True),
+        off(f"--{prefix}adaptive-generation-min-concurrency", adaptive),
+        off(f"--{prefix}generation-queue-capacity", "a limit for waiting requests is"),
+        off(
+            f"--{prefix}generation-admission-timeout-secs",
+            "a time limit for waiting requests is",
+            off_value=0,
+        ),
+        off(f"--{prefix}speculative-config", speculation),
+    )
+
+
+draft_options = combine(
+    *(
+        off(f"--openai-{name}", "speculative decoding is", is_flag=is_flag)
+        for name, is_flag in (
+            ("draft-model-path", False),
+            ("speculative-window", False),
+            ("adaptive-speculative-window", True),
+            ("draft-n-gpu-layers", False),
+            ("native-mtp-draft-model-path", False),
+        )
+    )
+)
+
+
+def read_stage(
+    config_path: Path | None, topology_path: Path | None, bind_addr: str | None = None
+) -> tuple[StageConfig, StageTopology | None]:
+    """Load and cross-check a stage's files; ``bind_addr`` overrides the file's."""
+    if config_path is None:
+        raise click.UsageError("--config FILE is missing; skippy example-config prints one to start from")
+    config = load_stage_config(config_path)
+    topology = load_topology(topology_path) if topology_path is not None else None
+    if topology is not None:
+        check_against_topology(config, topology)
+    if bind_addr is not None:
+        config = attrs.evolve(config, bind_addr=bind_addr)
+    return config, topology
+
+
+def read_link_token(path: Path | None) -> str | None:
+    """The first line of the file; StageOptions checks its length."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TOKEN_FILE_BYTES + 1)
+    except OSError as error:
+        raise SettingError(f"--link-token-file: {path}: {error.strerror}") from None
+    try:
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError:
+        raise SettingError(f"--link-token-file: {path}: not UTF-8") from None
+    if len(lines) != 1:
+        raise SettingError(f"--link-token-file: {path}: has {len(lines)} lines, must have one")
+    return lines[0]
+
+
+def stage_options(
+    *,
+    telemetry_level: Any = "summary",
+    telemetry_queue_capacity: int = 1024,
+    max_inflight: int = 4,
+    reply_credit_limit: int | None = None,
+    async_on: bool = False,
+    async_off: bool = False,
+    downstream_connect_timeout_secs: int = 60,
+    link_token_file: Path | None = None,
+) -> StageOptions:
+    """StageOptions from the values of :data:`link_options` and :data:`telemetry_options`."""
+    return StageOptions(
+        max_inflight=max_inflight,
+        reply_credit_limit=reply_credit_limit,
+        async_prefill_forward=async_on or not async_off,
+        downstream_connect_timeout_secs=downstream_connect_timeout_secs,
+        link_token=read_link_token(link_token_file),
+        telemetry_level=telemetry_level,
+        telemetry_queue_capacity=telemetry_queue_capacity,
+    )
+
+
+def check_openai(config: StageConfig, options: OpenAIOptions) -> OpenAIOptions:
+    """Refuse an endpoint that this stage cannot have."""
+    if config.stage_index != 0:
+        raise SettingError(
+            f"only stage 0 serves OpenAI; this is stage {config.stage_index} ({config.stage_id})"
+        )
+    concurrency = options.generation_concurrency
+    if concurrency is not None and concurrency > config.lane_count:
+        raise SettingError(
+            f"generation concurrency {concurrency} is above the stage's lane_count {config.lane_count}"
+        )
+    return options

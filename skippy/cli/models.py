@@ -1,0 +1,92 @@
+"""``skippy inspect`` and ``skippy slice``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from skippy.models import (
+    GGUFHeader,
+    ModelSummary,
+    SliceInfo,
+    ensure_slice,
+    inspect_model,
+    write_slice,
+)
+from skippy.topology import LayerRange
+
+from .progress import SliceProgress
+
+MODEL = click.argument("model", type=click.Path(path_type=Path))
+
+
+@click.command("inspect")
+@MODEL
+def inspect(model: Path) -> None:
+    """Show what a GGUF file is and how it can be cut."""
+    for name, value in describe(inspect_model(model)):
+        click.echo(f"{name:<16}{value}")
+
+
+def describe(summary: ModelSummary) -> list[tuple[str, Any]]:
+    """Label and value of every line that ``inspect`` prints."""
+    info = summary.slice
+    lines: list[tuple[str, Any]] = [("file", info.path), ("size", size_text(info.file_bytes))]
+    lines.append(("name", summary.name))
+    lines.append(("architecture", info.architecture))
+    lines.append(("layers", _layers(info)))
+    lines.append(("hidden size", info.hidden_size))
+    lines.append(("vocabulary", info.vocab_size))
+    lines.append(("context", info.context_length or "not said"))
+    lines.append(("head", "tied to the token embedding" if info.tied else "has weights of its own"))
+    lines.append(("parameters", f"{summary.parameters:,}"))
+    lines.append(
+        ("weights", ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.quantisation.items()))
+    )
+    lines.append(("per layer", _range_text(summary.bytes_per_layer)))
+    lines.append(("outside layers", size_text(summary.other_bytes)))
+    lines.append(("can be split", f"no: {summary.unsplittable}" if summary.unsplittable else "yes"))
+    return lines
+
+
+def _range_text(sizes: tuple[int, ...]) -> str:
+    low, high = size_text(min(sizes)), size_text(max(sizes))
+    return low if low == high else f"{low} to {high}"
+
+
+def _layers(info: SliceInfo) -> str:
+    if info.is_whole:
+        return str(info.layer_count)
+    return f"{info.layer_start}:{info.layer_end} of {info.layer_count} (a slice)"
+
+
+@click.command("slice")
+@MODEL
+@click.option("--layers", required=True, metavar="START:END", help="The layers to cut out: START to END-1.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write here instead of into the slice cache.",
+)
+def slice_(model: Path, layers: str, out: Path | None) -> None:
+    """Cut layers out of a GGUF file and print the path of the slice."""
+    wanted = LayerRange.parse(layers)
+    with SliceProgress(f"layers {wanted}") as progress:
+        if out is None:
+            info = ensure_slice(model, wanted.start, wanted.end, progress=progress)
+        else:
+            info = write_slice(GGUFHeader.read(model), out, wanted.start, wanted.end, progress)
+    click.echo(info.path)
+
+
+def size_text(size: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,137 @@
+"""``skippy run``: a whole chain on this machine, or one stage from a configuration file."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import trio
+from click.core import ParameterSource
+from rich.console import Console
+
+from skippy import __version__
+from skippy.config import OpenAIOptions
+
+from . import flags
+from .demo import DemoOptions, prepare
+from .launch import Chain, Child, run_chain
+from .serve import Terminal, refuse_environment
+from .serving import run_until_signal, serve_one
+from .sockets import url_host
+
+STAGE_ONLY = ("topology_path", "openai_bind_addr", "downstream_connect_timeout_secs", "link_token_file")
+DEMO_ONLY = ("model", "model_id", "stages", "splits", "bind", "ctx_size", "lane_count", "threads", "verbose")
+
+
+@click.command("run")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A GGUF file; default: the bundled model.",
+)
+@click.option("--model-id", metavar="NAME", help="The name clients ask for; default: the file's.")
+@click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Stages of equal size; default: 3.")
+@click.option("--splits", metavar="A,B,…", help="Cut before these layers instead.")
+@click.option(
+    "--bind", default="127.0.0.1:9337", show_default=True, metavar="HOST:PORT", help="Serve OpenAI here."
+)
+@click.option(
+    "--ctx-size", type=int, metavar="TOKENS", help="Context of a request; default: the model's, up to 4096."
+)
+@click.option("--lane-count", type=int, default=4, show_default=True, metavar="N", help="Requests at once.")
+@click.option("--threads", type=int, metavar="N", help="Threads per stage; default: cores divided by stages.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the stages' logs.")
+@flags.config_option
+@flags.topology_option
+@click.option(
+    "--openai-bind-addr", metavar="HOST:PORT", help="With --config of a stage 0: also serve OpenAI here."
+)
+@flags.connect_timeout_option
+@flags.link_token_option
+@click.option("--telemetry-level", type=click.Choice(["off", "summary", "debug"]), help="How much is logged.")
+@click.pass_context
+def run(context: click.Context, /, config_path: Path | None, **values: Any) -> None:
+    """Split a model over processes of this machine and serve it; or, with --config, be one stage of a chain.
+
+    Without --config: finds a model, cuts it, starts one process per stage, and serves OpenAI.
+    """
+    refuse_environment()
+    foreign = DEMO_ONLY if config_path is not None else STAGE_ONLY
+    for parameter in context.command.params:
+        if (
+            parameter.name in foreign
+            and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        ):
+            verb = "cannot be combined with" if config_path is not None else "needs"
+            raise click.UsageError(f"{parameter.opts[-1]} {verb} --config")
+    if config_path is not None:
+        run_stage(config_path, **{name: value for name, value in values.items() if name not in DEMO_ONLY})
+    else:
+        run_demo(**{name: value for name, value in values.items() if name not in STAGE_ONLY})
+
+
+def run_stage(
+    config_path: Path,
+    topology_path: Path | None,
+    openai_bind_addr: str | None,
+    telemetry_level: str | None,
+    **link: Any,
+) -> None:
+    """Be the stage that ``config_path`` describes."""
+    config, topology = flags.read_stage(config_path, topology_path)
+    openai = None
+    if openai_bind_addr is not None:
+        openai = flags.check_openai(config, OpenAIOptions(bind_addr=openai_bind_addr))
+    options = flags.stage_options(telemetry_level=telemetry_level or "summary", **link)
+    serve_one(config, topology, options, openai, Terminal())
+
+
+def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
+    """Run a whole chain on this machine."""
+    level = telemetry_level or ("summary" if verbose else "off")
+    chain, _ = prepare(DemoOptions(telemetry_level=level, **values))
+    console = Console(stderr=True)
+    with console.status("") as status:
+        loaded: list[Child] = []
+
+        def show() -> None:
+            status.update(f"loading: {len(loaded)} of {len(chain.children)} stages ready")
+
+        def stage_ready(child: Child) -> None:
+            loaded.append(child)
+            show()
+
+        def ready() -> None:
+            status.stop()
+            click.echo(welcome(chain))
+
+        show()
+        main = partial(run_chain, chain, relay=verbose, ready=ready, stage_ready=stage_ready)
+        trio.run(run_until_signal, main, None)
+
+
+def welcome(chain: Chain) -> str:
+    """What is printed when the chain serves."""
+    model = chain.topology.model_id
+    url = f"http://{url_host(chain.openai.bind_endpoint)}/v1"
+    request = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    lines = [f"skippy {__version__} serves {model} in {len(chain.children)} stages:"]
+    for child in chain.children:
+        config = child.config
+        pid = child.process.pid if child.process is not None else "?"
+        lines.append(
+            f"  {config.stage_id}  layers {config.layer_start}:{config.layer_end}  "
+            f"on {config.bind_addr}  process {pid}"
+        )
+    quoted = request.replace("'", "'\\''")
+    lines += [
+        f"OpenAI endpoint: {url}",
+        f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{quoted}'",
+        "or: skippy chat" + ("" if url == "http://127.0.0.1:9337/v1" else f" --url {url}"),
+        "Ctrl-C stops everything.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""``skippy serve-binary``, ``serve-openai`` and ``serve``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from skippy import embed
+from skippy.config import OpenAIOptions
+
+from . import flags
+from .errors import SettingError
+from .serving import serve_one
+
+WARM_PRECONNECT = "SKIPPY_BINARY_WARM_PRECONNECT"
+
+
+def refuse_environment() -> None:
+    """Refuse environment variables that ask for features that do not exist yet."""
+    if os.environ.get(WARM_PRECONNECT, "").lower() in ("1", "true", "yes", "on"):
+        raise SettingError(f"{WARM_PRECONNECT}: connecting ahead of need is not available yet; unset it")
+
+
+class Terminal:
+    """Announces on stdout."""
+
+    def listening(self, stage: embed.Stage, url: str | None) -> None:
+        config = stage.config
+        layers = f"layers {config.layer_start}:{config.layer_end}"
+        click.echo(f"{config.stage_id} listens on {stage.endpoint} with {layers}")
+        if url is not None:
+            click.echo(f"OpenAI endpoint: {url} (waiting for the chain)")
+
+    def ready(self) -> None:
+        click.echo("ready")
+
+
+def openai_from_flags(bind_addr: str, values: dict[str, Any]) -> OpenAIOptions:
+    """OpenAIOptions from the values of :func:`flags.openai_options`, which are taken out of ``values``."""
+    names = ("model_id", "default_max_tokens", "generation_concurrency", "prefill_chunk_size")
+    return OpenAIOptions(bind_addr=bind_addr, **{name: values.pop(name) for name in names})
+
+
+@click.command("serve-binary")
+@flags.config_option
+@flags.topology_option
+@click.option("--bind-addr", metavar="HOST:PORT", help="Listen here instead of at the file's bind_addr.")
+@flags.link_options
+@flags.telemetry_options
+@click.option("--openai-bind-addr", metavar="HOST:PORT", help="Also serve OpenAI here (stage 0 only).")
+@flags.openai_options("openai-")
+@flags.draft_options
+def serve_binary(
+    config_path: Path | None,
+    topology_path: Path | None,
+    bind_addr: str | None,
+    openai_bind_addr: str | None,
+    **values: Any,
+) -> None:
+    """Run one stage; a stage 0 with --openai-bind-addr also serves OpenAI."""
+    refuse_environment()
+    config, topology = flags.read_stage(config_path, topology_path, bind_addr)
+    openai = openai_from_flags(openai_bind_addr or OpenAIOptions().bind_addr, values)
+    options = flags.stage_options(**values)
+    if openai_bind_addr is not None:
+        flags.check_openai(config, openai)
+    serve_one(config, topology, options, openai if openai_bind_addr is not None else None, Terminal())
+
+
+@click.command("serve-openai")
+@flags.config_option
+@flags.topology_option
+@click.option(
+    "--bind-addr", default="127.0.0.1:9337", show_default=True, metavar="HOST:PORT", help="Serve HTTP here."
+)
+@flags.openai_options("")
+@flags.off("--first-stage-addr", "serving for a first stage in another process is")
+@click.option(
+    "--startup-timeout-secs",
+    type=int,
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to try to reach the stage after this one.",
+)
+@flags.off("--openai-guardrails", "guardrails are", off_value="off")
+@flags.link_token_option
+@flags.telemetry_options
+def serve_openai(
+    config_path: Path | None,
+    topology_path: Path | None,
+    bind_addr: str,
+    startup_timeout_secs: int,
+    **values: Any,
+) -> None:
+    """Run a stage 0 and serve OpenAI."""
+    refuse_environment()
+    config, topology = flags.read_stage(config_path, topology_path)
+    openai = flags.check_openai(config, openai_from_flags(bind_addr, values))
+    options = flags.stage_options(downstream_connect_timeout_secs=startup_timeout_secs, **values)
+    serve_one(config, topology, options, openai, Terminal())
+
+
+@click.command("serve")
+@flags.config_option
+@flags.topology_option
+@click.option("--bind-addr", metavar="HOST:PORT")
+@flags.telemetry_options
+def serve(**_: Any) -> None:
+    """Serve a stage over HTTP (not available yet)."""
+    raise SettingError(
+        "serve: a stage's HTTP interface is not available yet; use serve-binary or serve-openai"
+    )

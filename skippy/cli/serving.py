@@ -1,0 +1,113 @@
+"""One stage in this process, until a signal or a failure ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from skippy import embed
+from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology
+from skippy.telemetry import STDERR_VARIABLE, Level, Telemetry, configure_logging
+
+from .errors import FAILURE
+from .progress import SliceProgress
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_SECONDS = 4.0
+"""After this long a stop becomes an exit without clean-up."""
+
+
+class Announce(Protocol):
+    """Told how far a stage has come; both are called at most once, in this order."""
+
+    def listening(self, stage: embed.Stage, url: str | None) -> None:
+        """The model is loaded and the ports are bound; ``url`` is the OpenAI endpoint, if there is one."""
+
+    def ready(self) -> None:
+        """The stage is ready: with an OpenAI endpoint, the whole chain is."""
+
+
+def serve_one(
+    config: StageConfig,
+    topology: StageTopology | None,
+    options: StageOptions,
+    openai: OpenAIOptions | None,
+    announce: Announce,
+    *,
+    stage_socket: socket.socket | None = None,
+    openai_socket: socket.socket | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+) -> None:
+    """Run the stage until SIGINT, SIGTERM or SIGHUP; raises what the stage fails with."""
+    level = Level.parse(options.telemetry_level)
+    configure_logging(debug=level is Level.DEBUG or STDERR_VARIABLE in os.environ)
+    context = {"run_id": config.run_id, "stage_id": config.stage_id}
+    telemetry = Telemetry.from_environment(level, capacity=options.telemetry_queue_capacity, context=context)
+
+    async def serve() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            with SliceProgress(f"layers {config.layer_start}:{config.layer_end}") as progress:
+                opened = embed.open_stage(
+                    config,
+                    topology,
+                    options,
+                    listen_socket=stage_socket,
+                    telemetry=telemetry,
+                    progress=progress,
+                )
+                stage = await stack.enter_async_context(opened)
+            if openai is None:
+                announce.listening(stage, None)
+            else:
+                endpoint = await stack.enter_async_context(
+                    embed.open_openai(stage, openai, listen_socket=openai_socket)
+                )
+                announce.listening(stage, endpoint.url)
+                await endpoint.wait_ready()
+            announce.ready()
+            await trio.sleep_forever()
+
+    async def main() -> None:
+        # Telemetry outlives the stage, so that what happens while it stops is recorded too.
+        async with trio.open_nursery() as nursery:
+            await nursery.start(telemetry.serve)
+            await run_until_signal(serve, grace_seconds)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+async def run_until_signal(main: Callable[[], Awaitable[None]], grace_seconds: float | None) -> None:
+    """Run ``main``; a stop signal cancels it.
+
+    If the process is still there ``grace_seconds`` after the signal, it exits without clean-up (None: never).
+    """
+    with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_on_signal, signals, nursery.cancel_scope, grace_seconds)
+            await main()
+            nursery.cancel_scope.cancel()
+
+
+async def _cancel_on_signal(
+    signals: AsyncIterator[int], scope: trio.CancelScope, grace_seconds: float | None
+) -> None:
+    async for _ in signals:
+        scope.cancel()
+        if grace_seconds is not None:
+            exit_after(grace_seconds)
+        return
+
+
+def exit_after(seconds: float) -> None:
+    """End the process ``seconds`` from now, whatever it is doing, unless it ended before."""
+    timer = threading.Timer(seconds, os._exit, (FAILURE,))
+    timer.daemon = True
+    timer.start()

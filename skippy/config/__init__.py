@@ -1,0 +1,31 @@
+"""What a stage is told: configuration values, read from JSON or built by a host.
+
+All values are frozen and valid once they exist; a wrong one raises :class:`ConfigError`, in users' words.
+A leaf: anyone may import it, it imports nothing of skippy.
+"""
+
+from .endpoint import Endpoint
+from .errors import ConfigError
+from .files import load_stage_config, load_topology, stage_config_from_json, topology_from_json
+from .options import OpenAIOptions, StageOptions
+from .stage import PeerConfig, StageConfig
+from .structure import from_json_value, to_json_value
+from .topology import StagePlacement, StageTopology, check_against_topology
+
+__all__ = [
+    "ConfigError",
+    "Endpoint",
+    "OpenAIOptions",
+    "PeerConfig",
+    "StageConfig",
+    "StageOptions",
+    "StagePlacement",
+    "StageTopology",
+    "check_against_topology",
+    "from_json_value",
+    "load_stage_config",
+    "load_topology",
+    "stage_config_from_json",
+    "to_json_value",
+    "topology_from_json",
+]

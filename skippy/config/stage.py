@@ -1,0 +1,207 @@
+"""Configuration of one stage: the JSON object of ``stage.json``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+
+from .endpoint import Endpoint
+from .errors import ConfigError
+from .fields import key, refuse_unavailable, require, require_range, require_text, unavailable
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+SplitMode = Literal["auto", "none", "layer", "row", "tensor"]
+FlashAttention = Literal["auto", "disabled", "enabled"]
+
+U32_MAX = 2**32 - 1
+I32_MAX = 2**31 - 1
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class PeerConfig:
+    """The stage before or after this one."""
+
+    stage_id: str = key("The peer's stage_id.")
+    stage_index: int = key("The peer's stage_index.")
+    endpoint: str = key("Where the peer listens: `host:port` or `tcp://host:port`.")
+
+    def __attrs_post_init__(self) -> None:
+        require_text(self, "stage_id")
+        require_range(self, 0, U32_MAX, "stage_index")
+        Endpoint.parse(self.endpoint)
+
+    @property
+    def address(self) -> Endpoint:
+        return Endpoint.parse(self.endpoint)
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class StageConfig:
+    """One stage. Valid once built: ConfigError names the key that is wrong."""
+
+    run_id: str = key("Names this run in logs and telemetry.")
+    topology_id: str = key("Names the cut; equal on all stages of a chain.")
+    model_id: str = key("Names the model; equal on all stages of a chain, and what clients see.")
+    stage_id: str = key("Names this stage; unique in the chain.")
+    stage_index: int = key("Position in the chain; 0 takes the requests.")
+    layer_start: int = key("First layer of this stage.")
+    layer_end: int = key("One after the last layer of this stage.")
+    load_mode: str = key(
+        "How the model is loaded. `runtime-slice`: cut this stage's layers out of `model_path`, "
+        "or load it as it is if it is a slice of exactly these layers."
+    )
+    bind_addr: str = key(
+        "Where this stage listens: `host:port`, port 0 for any. Unless it is `0.0.0.0` or `[::]`, "
+        "connections to other stages leave from this address too."
+    )
+    model_path: str | None = key(
+        "The model's GGUF file: whole, or the slice of this stage. Required.", default=None
+    )
+    upstream: PeerConfig | None = key(
+        "The stage before this one; null on stage 0, or to take it from the topology.", default=None
+    )
+    downstream: PeerConfig | None = key(
+        "The stage after this one; null on the last stage, or to take it from the topology.", default=None
+    )
+    ctx_size: int = key("Positions one session may hold: prompt and answer, in tokens.", default=512)
+    lane_count: int = key("Sessions the stage holds at once.", default=4)
+    n_threads: int | None = key("CPU threads of the engine; null: one per core.", default=None)
+    n_batch: int | None = key("Rows one engine call may carry; null: the engine's choice.", default=None)
+    n_ubatch: int | None = key(
+        "Rows computed at once, at most n_batch; null: the engine's choice.", default=None
+    )
+    n_gpu_layers: int = key("Layers of this stage kept on a GPU; -1 for all.", default=0)
+    cache_type_k: CacheType = key("Element type of the key cache.", default="f16")
+    cache_type_v: CacheType = key("Element type of the value cache.", default="f16")
+    flash_attn_type: FlashAttention = key("Flash attention.", default="auto")
+    mmap: bool | None = key(
+        "Map the model file instead of reading it; null: yes, unless direct_io.", default=None
+    )
+    mlock: bool = key("Lock the model in memory.", default=False)
+    direct_io: bool = key("Read the model file past the page cache; excludes mmap and mlock.", default=False)
+    repack: bool = key(
+        "Let the engine convert weights at load to a layout its CPU kernels prefer.", default=False
+    )
+    check_tensors: bool = key("Check all weights for invalid numbers at load.", default=False)
+    no_host_buffer: bool = key("Bypass host buffers, so that extra buffer types can be used.", default=False)
+    split_mode: SplitMode = key(
+        "How several GPUs share the stage; auto: the engine's choice.", default="auto"
+    )
+    main_gpu: int | None = key("The GPU that is used when one is; null: the first.", default=None)
+    op_offload: bool | None = key("Run operations on host tensors on the GPU; null: yes.", default=None)
+    kv_offload: bool | None = key("Keep the KV cache on the GPU; null: yes.", default=None)
+    kv_unified: bool | None = key(
+        "One pool of cache cells for all sessions; null: no. Numbers then depend on what else runs.",
+        default=None,
+    )
+    swa_full: bool | None = key("Full-size cache for sliding-window layers; null: yes.", default=None)
+    native_mtp_enabled: bool = key(
+        "Use a model's multi-token-prediction layers. On a model without them: a notice, no effect.",
+        default=False,
+    )
+
+    package_ref: str | None = unavailable(None, "layer packages are")
+    manifest_sha256: str | None = unavailable(None, "layer packages are")
+    source_model_path: str | None = unavailable(None, "a source model apart from model_path is")
+    source_model_sha256: str | None = unavailable(None, "checking the source model's digest is")
+    source_model_bytes: int | None = unavailable(None, "checking the source model's size is")
+    materialized_path: str | None = unavailable(None, "naming the materialised slice is")
+    materialized_pinned: bool = unavailable(False, "pinning the materialised slice is")
+    checkpoint_quantization: str | None = unavailable(None, "loading SafeTensors checkpoints is")
+    checkpoint_imatrix: str | None = unavailable(None, "loading SafeTensors checkpoints is")
+    checkpoint_imatrix_sha256: str | None = unavailable(None, "loading SafeTensors checkpoints is")
+    projector_path: str | None = unavailable(None, "image and audio input is")
+    projector_use_gpu: bool | None = unavailable(None, "image and audio input is")
+    media_marker: str | None = unavailable(None, "image and audio input is")
+    image_min_tokens: int | None = unavailable(None, "image and audio input is")
+    image_max_tokens: int | None = unavailable(None, "image and audio input is")
+    batch_max_tokens: int | None = unavailable(None, "a token limit for mixed batches is")
+    generation_signal_window: int | None = unavailable(None, "the generation signal window is")
+    cache_idle_slots: int | None = unavailable(None, "keeping idle sessions cached is")
+    selected_device: dict[str, Any] | None = unavailable(None, "choosing a device is")
+    kv_cache: dict[str, Any] | None = unavailable(None, "the prefix cache is")
+    glm_dsa_policy: str = unavailable("auto", "choosing the GLM sparse attention policy is")
+    filter_tensors_on_load: bool = unavailable(False, "filtering a prepared file's tensors is")
+    resident_tensor_names: tuple[str, ...] = unavailable((), "naming resident tensors is")
+    activation_codec: str = unavailable("f32", "packing activations is")
+    activation_codec_policy: str = unavailable("fixed", "choosing the activation codec by measurement is")
+
+    def __attrs_post_init__(self) -> None:
+        require_text(self, "run_id", "topology_id", "model_id", "stage_id", "model_path")
+        require_range(self, 0, U32_MAX, "stage_index", "layer_start", "layer_end")
+        require_range(self, 1, 2**24, "ctx_size")
+        require_range(self, 1, 2**20, "n_batch", "n_ubatch")
+        require_range(self, 1, 256, "lane_count")
+        require_range(self, 1, 512, "n_threads")
+        require_range(self, 0, 255, "main_gpu")
+        require_range(self, -1, 2**20, "n_gpu_layers")
+        require(
+            self.layer_start < self.layer_end,
+            f"layer_start: is {self.layer_start}, must be below layer_end, which is {self.layer_end}",
+        )
+        if self.n_batch is not None and self.n_ubatch is not None:
+            require(
+                self.n_ubatch <= self.n_batch, f"n_ubatch: is {self.n_ubatch}, above n_batch {self.n_batch}"
+            )
+        check_load_mode(self.load_mode)
+        require(
+            self.model_path is not None, "model_path: is missing; load_mode runtime-slice needs a GGUF file"
+        )
+        Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
+        self._check_position()
+        refuse_unavailable(self)
+
+    def _check_engine(self) -> None:
+        """Settings that exclude each other."""
+        cells = self.ctx_size * self.lane_count
+        require(cells <= I32_MAX, f"ctx_size: times lane_count is {cells} cache cells, must be below 2**31")
+        if self.n_batch is not None and self.n_ubatch is not None:
+            require(
+                self.n_ubatch <= self.n_batch, f"n_ubatch: is {self.n_ubatch}, above n_batch {self.n_batch}"
+            )
+        require(
+            not (self.direct_io and self.mmap), "direct_io: excludes mmap; leave mmap out or set it to false"
+        )
+        require(not (self.direct_io and self.mlock), "direct_io: excludes mlock")
+        require(
+            self.flash_attn_type != "disabled" or self.cache_type_v in ("f32", "f16", "bf16"),
+            f'cache_type_v: "{self.cache_type_v}" needs flash_attn_type auto or enabled',
+        )
+
+    def _check_position(self) -> None:
+        """Stage index, first layer and neighbours must tell one story."""
+        index = self.stage_index
+        if index == 0:
+            require(
+                self.layer_start == 0, f"layer_start: is {self.layer_start}, but stage 0 starts at layer 0"
+            )
+            require(self.upstream is None, "upstream: must be null, because stage 0 is the first")
+        else:
+            require(
+                self.layer_start > 0, f"layer_start: is 0, but only stage 0 starts there, not stage {index}"
+            )
+        for name, peer, expected in (
+            ("upstream", self.upstream, index - 1),
+            ("downstream", self.downstream, index + 1),
+        ):
+            if peer is None:
+                continue
+            require(
+                peer.stage_index == expected,
+                f"{name}.stage_index: is {peer.stage_index}, must be {expected} next to stage {index}",
+            )
+            require(
+                peer.stage_id != self.stage_id, f"{name}.stage_id: is this stage's own id {self.stage_id!r}"
+            )
+
+    @property
+    def bind_endpoint(self) -> Endpoint:
+        return Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
+
+
+def check_load_mode(load_mode: str) -> None:
+    """Refuse every mode but runtime-slice, by name."""
+    if load_mode in ("artifact-slice", "layer-package"):
+        raise ConfigError(f'load_mode: "{load_mode}" is not available yet; use "runtime-slice"')
+    require(load_mode == "runtime-slice", f'load_mode: "{load_mode}" is unknown; use "runtime-slice"')

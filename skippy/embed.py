@@ -1,0 +1,236 @@
+"""The public surface for a Trio host: a stage, and an OpenAI endpoint on it, as async context managers.
+
+    async with embed.open_stage(config, topology) as stage:
+        async with embed.open_openai(stage, OpenAIOptions()) as endpoint:
+            print(endpoint.url)
+            await trio.sleep_forever()
+
+Everything runs in the host's own tasks: leaving a block, or cancelling it, stops what it started. If
+something inside fails for good, the block is cancelled and the failure is raised from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import attrs
+import trio
+
+from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, check_against_topology
+from skippy.engine import EngineOptions, StageEngine
+from skippy.frontend.app import create_app
+from skippy.frontend.driver import ChainGenerator
+from skippy.frontend.lanes import LanePool
+from skippy.frontend.options import FrontendOptions
+from skippy.frontend.server import serve_http
+from skippy.models import Progress, SliceInfo, ensure_slice
+from skippy.stage import Stage, StageStartError
+from skippy.stage import open_stage as _open_stage
+from skippy.stage.links import MemoryTransport, TcpTransport, Transport
+from skippy.stage.nurseries import open_hidden_nursery
+from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
+
+__all__ = [
+    "MemoryTransport",
+    "OpenAIEndpoint",
+    "Stage",
+    "StageStartError",
+    "TcpTransport",
+    "Transport",
+    "open_openai",
+    "open_stage",
+]
+
+EngineFactory = Callable[[StageConfig], StageEngine]
+
+
+@contextlib.asynccontextmanager
+async def open_stage(
+    config: StageConfig,
+    topology: StageTopology | None = None,
+    options: StageOptions | None = None,
+    *,
+    engine_factory: EngineFactory | None = None,
+    transport: Transport | None = None,
+    listen_socket: socket.socket | None = None,
+    telemetry: Telemetry = NULL_TELEMETRY,
+    progress: Progress | None = None,
+    inline: bool = False,
+) -> AsyncIterator[Stage]:
+    """Serve one stage for the length of the block; inside it the model is loaded and the port is bound.
+
+    Args:
+        engine_factory: makes the engine, on the engine's own thread; default: llama.cpp on the layers of
+            ``config.model_path``, cut out first if they are not in the cache yet.
+        transport: how stages reach each other; TCP by default.
+        listen_socket: an already listening TCP socket to use instead of binding ``config.bind_addr``.
+        progress: called from worker threads as (what, bytes done, bytes in all) while a slice is made.
+        inline: run the engine on the event loop; for tiny exact engines under a virtual clock.
+
+    Raises:
+        ConfigError: configuration and topology contradict each other.
+        ModelError, ModelLoadError: the model cannot be read, cut or loaded.
+        StageStartError: a neighbour is missing, or the model part is not the configured one.
+        OSError: the address cannot be bound.
+    """
+    if topology is not None:
+        check_against_topology(config, topology)
+    if engine_factory is not None:
+        make_engine = functools.partial(engine_factory, config)
+    else:
+        # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
+        model_slice = await _find_slice(config, progress)
+        make_engine = functools.partial(_load_llama, model_slice, engine_options(config))
+    async with _open_stage(
+        config,
+        topology,
+        options or StageOptions(),
+        make_engine,
+        transport=transport,
+        listen_socket=listen_socket,
+        telemetry=telemetry,
+        inline=inline,
+    ) as stage:
+        yield stage
+
+
+def engine_options(config: StageConfig) -> EngineOptions:
+    """The engine settings that a stage's configuration asks for."""
+    defaults = EngineOptions()
+    return EngineOptions(
+        context_length=config.ctx_size,
+        max_sequences=config.lane_count,
+        n_batch=defaults.n_batch if config.n_batch is None else config.n_batch,
+        n_ubatch=defaults.n_ubatch if config.n_ubatch is None else config.n_ubatch,
+        n_threads=config.n_threads,
+        n_threads_batch=config.n_threads,
+        n_gpu_layers=config.n_gpu_layers,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        flash_attn=config.flash_attn_type,
+        mmap=config.mmap,
+        mlock=config.mlock,
+        direct_io=config.direct_io,
+        repack=config.repack,
+        no_host_buffer=config.no_host_buffer,
+        check_tensors=config.check_tensors,
+        main_gpu=defaults.main_gpu if config.main_gpu is None else config.main_gpu,
+        split_mode=config.split_mode,
+        op_offload=defaults.op_offload if config.op_offload is None else config.op_offload,
+        kv_offload=defaults.kv_offload if config.kv_offload is None else config.kv_offload,
+        kv_unified=defaults.kv_unified if config.kv_unified is None else config.kv_unified,
+        swa_full=defaults.swa_full if config.swa_full is None else config.swa_full,
+    )
+
+
+async def _find_slice(config: StageConfig, progress: Progress | None) -> SliceInfo:
+    if config.model_path is None:
+        raise StageStartError(
+            f"{config.stage_id}: `model_path` is missing; it names the GGUF file of the model"
+        )
+
+    def report(what: str, done: int, total: int) -> None:
+        trio.from_thread.check_cancelled()
+        if progress is not None:
+            progress(what, done, total)
+
+    return await trio.to_thread.run_sync(
+        functools.partial(
+            ensure_slice, Path(config.model_path), config.layer_start, config.layer_end, progress=report
+        )
+    )
+
+
+def _load_llama(model_slice: SliceInfo, options: EngineOptions) -> StageEngine:
+    # Imported here: hosts that bring their own engine need no llama.cpp.
+    from skippy.engine.llama import LlamaEngine
+
+    return LlamaEngine.load(model_slice, options)
+
+
+@attrs.frozen(slots=True)
+class OpenAIEndpoint:
+    """A running OpenAI endpoint.
+
+    Attributes:
+        host, port: where it listens.
+    """
+
+    host: str
+    port: int
+    _pool: LanePool
+
+    @property
+    def url(self) -> str:
+        """Base URL for OpenAI clients, ending in ``/v1``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    @property
+    def ready(self) -> bool:
+        """Whether every stage of the chain is loaded and connected."""
+        return self._pool.ready
+
+    async def wait_ready(self) -> None:
+        """Wait until the chain is ready. No deadline of its own."""
+        await self._pool.wait_ready()
+
+    @property
+    def last_error(self) -> str | None:
+        """Why the chain is not ready; None while it is, or before the first attempt has ended."""
+        return self._pool.last_error
+
+
+@contextlib.asynccontextmanager
+async def open_openai(
+    stage: Stage,
+    options: OpenAIOptions | None = None,
+    *,
+    listen_socket: socket.socket | None = None,
+) -> AsyncIterator[OpenAIEndpoint]:
+    """Serve the OpenAI API on a stage 0 for the length of the block; inside it HTTP is bound.
+
+    The chain below may still be connecting: see ``endpoint.wait_ready``. Until then requests are answered
+    with 503.
+
+    Args:
+        listen_socket: an already listening TCP socket to use instead of binding ``options.bind_addr``.
+
+    Raises:
+        StageStartError: the stage does not own layer 0, or the concurrency exceeds its lanes.
+        OSError: the address cannot be bound.
+    """
+    options = options or OpenAIOptions()
+    config = stage.config
+    if not stage.info.is_first or config.stage_index != 0:
+        raise StageStartError(
+            f"{config.stage_id}: only stage 0, which owns layer 0, can serve OpenAI; "
+            f"this is stage {config.stage_index} with layers {config.layer_start}:{config.layer_end}"
+        )
+    lanes = options.generation_concurrency or config.lane_count
+    if lanes > config.lane_count:
+        raise StageStartError(
+            f"{config.stage_id}: generation concurrency {lanes} is more than lane_count {config.lane_count}"
+        )
+    pool = LanePool(stage, lanes, queue_limit=min(max(8 * lanes, 16), 256))
+    generator = ChainGenerator(stage, pool, options.model_id or config.model_id, options.prefill_chunk_size)
+    telemetry = stage.context.telemetry
+    app = create_app(
+        generator, FrontendOptions(default_max_tokens=options.default_max_tokens, telemetry=telemetry)
+    )
+    async with open_hidden_nursery() as nursery:
+        nursery.start_soon(pool.serve)
+        host, port = await nursery.start(
+            functools.partial(serve_http, app, listen_socket or str(options.bind_endpoint))
+        )
+        telemetry.emit(
+            names.STAGE_OPENAI_SERVER_START, bind_addr=f"{host}:{port}", generation_concurrency=lanes
+        )
+        try:
+            yield OpenAIEndpoint(host, port, pool)
+        finally:
+            nursery.cancel_scope.cancel()

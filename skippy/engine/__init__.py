@@ -1,0 +1,34 @@
+"""What computes: the engine interface and its implementations.
+
+Here live :class:`StageEngine`, the llama.cpp engine (the only importer of ``llama_cpp``), the exact toy
+engine for tests and simulation, and the boundary tap. Import the interface from here and engines by their
+module. Never here: trio, sockets, anything about connections or HTTP.
+"""
+
+from .base import (
+    ContextFullError,
+    EngineError,
+    EngineInfo,
+    FloatArray,
+    ModelLoadError,
+    Sampler,
+    Segment,
+    StageEngine,
+    Vocabulary,
+)
+from .options import CACHE_TYPES, MAX_SEQUENCES, EngineOptions
+
+__all__ = [
+    "CACHE_TYPES",
+    "MAX_SEQUENCES",
+    "ContextFullError",
+    "EngineError",
+    "EngineInfo",
+    "EngineOptions",
+    "FloatArray",
+    "ModelLoadError",
+    "Sampler",
+    "Segment",
+    "StageEngine",
+    "Vocabulary",
+]

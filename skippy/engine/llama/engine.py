@@ -1,0 +1,300 @@
+"""One stage on llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from skippy.engine.base import (
+    ContextFullError,
+    EngineError,
+    EngineInfo,
+    FloatArray,
+    ModelLoadError,
+    Sampler,
+    Segment,
+    StageEngine,
+    Vocabulary,
+)
+from skippy.engine.checks import TokenArray, check_batch, check_copy, check_sequence, check_trim
+from skippy.engine.options import EngineOptions
+from skippy.engine.tap import Tap, create_tap
+from skippy.models import SliceInfo
+from skippy.protocol.messages import SamplingConfig
+
+from .batch import NativeBatch
+from .loading import create_context, kv_bytes, load_model
+from .native import address_of, api, ggml_functions, initialise
+from .sampler import LlamaSampler
+from .state import HEADER_BYTES, StateFormat
+from .vocabulary import LlamaVocabulary
+
+_NO_SLOT = 1  # llama_decode: the cache has no room for the batch; nothing was changed
+
+
+class LlamaEngine(StageEngine):
+    """Layers of a GGUF on stock llama.cpp. Made by :meth:`load`.
+
+    The segments of a batch run one after another, each as a native decode of its own: rows stay in batch
+    order under every kind of cache, and a sequence's numbers do not depend on what shares its batch. The
+    engine keeps the length of every sequence itself and checks every call against it, because llama.cpp
+    ends the process on ids, positions and sizes that do not fit.
+    """
+
+    def __init__(
+        self, model: int, context: int, slice_info: SliceInfo, options: EngineOptions, tap: Tap | None
+    ):
+        self._model = model
+        self._context = context
+        self._tap = tap
+        self._memory = int(api.llama_get_memory(context))
+        self._unified = options.kv_unified
+        self._lengths = [0] * options.max_sequences
+        self._state = StateFormat.of(slice_info, options)
+        self._failed: str | None = None
+        self._vocabulary = LlamaVocabulary(model) if _has_vocabulary(model, slice_info) else None
+        self._info = _describe(model, context, slice_info, options, tap)
+        self._batch = NativeBatch(
+            rows=self._info.max_batch,
+            width=self._info.input_width,
+            position_sections=_position_sections(model),
+            all_outputs=not slice_info.is_last and slice_info.spare_layers == 0,
+        )
+        self._logits: list[FloatArray] = []
+
+    @classmethod
+    def load(cls, slice_info: SliceInfo, options: EngineOptions | None = None) -> LlamaEngine:
+        """Load a slice. Blocks for as long as reading the file takes.
+
+        Raises:
+            ModelLoadError: the file cannot be loaded or used, or the settings do not fit it.
+        """
+        options = options or EngineOptions()
+        initialise()
+        model = load_model(slice_info, options)
+        context = 0
+        try:
+            tap = None
+            if not slice_info.is_last:
+                if slice_info.boundary_node is None:
+                    raise ModelLoadError(f"{slice_info.path} names no boundary node")
+                row_bytes = slice_info.hidden_size * 4
+                tap = create_tap(ggml_functions(), slice_info.boundary_node, row_bytes, options.tap)
+            context = create_context(model, slice_info, options, tap)
+            return cls(model, context, slice_info, options, tap)
+        except BaseException:
+            if context:
+                api.llama_free(context)
+            api.llama_model_free(model)
+            raise
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return self._vocabulary
+
+    def decode(self, segments: Sequence[Segment], output: memoryview | None = None) -> None:
+        self._check_usable()
+        tokens = check_batch(self._info, self._lengths, segments, output)
+        self._logits = []
+        target = 0 if output is None else address_of(output)
+        copy_logits = len(segments) > 1  # the next native decode overwrites llama.cpp's buffer
+        try:
+            for segment, ids in zip(segments, tokens, strict=True):
+                size = segment.count * self._info.output_width * 4
+                self._run(segment, ids, target, size)
+                target += size
+                if segment.logits:
+                    rows = self._native_logits(segment.logits)
+                    self._logits.extend(row.copy() if copy_logits else row for row in rows)
+        except BaseException:
+            self._logits = []
+            self._rewind(segments)
+            raise
+        for segment in segments:
+            self._lengths[segment.sequence] += segment.count
+
+    def _run(self, segment: Segment, ids: TokenArray | None, target: int, size: int) -> None:
+        batches = self._batch
+        batch = batches.of_activation(segment) if ids is None else batches.of_tokens(segment, ids)
+        if self._tap is not None:
+            self._tap.arm(target, size)
+        code = api.llama_decode(self._context, batch)
+        if self._tap is not None and code == 0:
+            self._tap.finish()
+        if code == _NO_SLOT:
+            raise ContextFullError(
+                f"sequence {segment.sequence}: the cache has no room for {segment.count} more positions"
+            )
+        if code != 0:
+            raise EngineError(f"llama.cpp could not decode {segment.count} rows (code {code})")
+
+    def _native_logits(self, rows: int) -> list[FloatArray]:
+        # Only the segment's last rows were flagged as outputs, so they are the whole buffer, in order.
+        pointer = api.llama_get_logits(self._context)
+        if not pointer:
+            raise EngineError("llama.cpp gave no logits")
+        size = self._info.vocab_size
+        buffer = (ctypes.c_float * (rows * size)).from_address(ctypes.addressof(pointer.contents))
+        return list(np.frombuffer(memoryview(buffer), dtype=np.float32).reshape(rows, size))
+
+    def _rewind(self, segments: Sequence[Segment]) -> None:
+        """Put every sequence of a failed batch back to its length before it, or drop it where that fails."""
+        for segment in segments:
+            length = self._lengths[segment.sequence]
+            if not self._native_trim(segment.sequence, length):
+                self._native_drop(segment.sequence)
+
+    def logits(self, index: int) -> FloatArray:
+        if not 0 <= index < len(self._logits):
+            raise ValueError(f"logits row {index} was not asked for, there are {len(self._logits)}")
+        return self._logits[index]
+
+    def new_sampler(self, settings: SamplingConfig | None, chat_metadata: str | None = None) -> Sampler:
+        self._check_usable()
+        if not self._info.is_last or self._vocabulary is None:
+            raise ValueError("only the last stage samples")
+        return LlamaSampler(self._vocabulary, self._info.context_length, settings, chat_metadata)
+
+    def length(self, sequence: int) -> int:
+        check_sequence(self._info, sequence)
+        return self._lengths[sequence]
+
+    def trim(self, sequence: int, length: int) -> None:
+        self._check_usable()
+        check_trim(self._info, sequence, self.length(sequence), length)
+        if length == self._lengths[sequence]:
+            return
+        if length and not self._info.can_trim:
+            raise EngineError("this model's state cannot be trimmed; drop the sequence instead")
+        if not self._native_trim(sequence, length):
+            self._native_drop(sequence)
+            raise EngineError(f"sequence {sequence} could not be trimmed to {length} and was dropped")
+        self._lengths[sequence] = length
+
+    def drop(self, sequence: int) -> None:
+        check_sequence(self._info, sequence)
+        if self._context:
+            self._native_drop(sequence)
+        self._lengths[sequence] = 0
+
+    def _native_trim(self, sequence: int, length: int) -> bool:
+        """Remove positions from ``length`` on. False if llama.cpp could not, or holds something else now."""
+        if not api.llama_memory_seq_rm(self._memory, sequence, length if length else -1, -1):
+            return False
+        return bool(api.llama_memory_seq_pos_max(self._memory, sequence) == length - 1)
+
+    def _native_drop(self, sequence: int) -> None:
+        self._lengths[sequence] = 0
+        api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        if api.llama_memory_seq_pos_max(self._memory, sequence) != -1:
+            self._failed = f"sequence {sequence} could not be cleared"
+
+    def copy(self, source: int, target: int, length: int | None = None) -> None:
+        self._check_usable()
+        held = self.length(source)
+        count = check_copy(self._info, source, target, held, self.length(target), length)
+        if count < held and count and not self._info.can_trim:
+            raise EngineError("this model's state can only be copied whole")
+        if not count:
+            return
+        if self._unified:
+            # Metadata only. Across streams llama.cpp copies whole streams, and not before the next decode.
+            api.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        else:
+            self._native_import(target, memoryview(self._native_export(source, 0)), held)
+        if not self._native_trim(target, count):
+            self._native_drop(target)
+            raise EngineError(f"sequence {source} could not be copied")
+        self._lengths[target] = count
+
+    def export_state(self, sequence: int) -> bytes:
+        self._check_usable()
+        length = self.length(sequence)
+        return self._state.seal(self._native_export(sequence, HEADER_BYTES), length)
+
+    def _native_export(self, sequence: int, offset: int) -> bytearray:
+        """llama.cpp's state of a sequence, at ``offset`` of a new buffer."""
+        size = api.llama_state_seq_get_size(self._context, sequence)
+        buffer = bytearray(offset + size)
+        native = (ctypes.c_uint8 * size).from_buffer(buffer, offset)
+        if not size or api.llama_state_seq_get_data(self._context, native, size, sequence) != size:
+            raise EngineError(f"the state of sequence {sequence} could not be read")
+        return buffer
+
+    def import_state(self, sequence: int, state: bytes | memoryview) -> None:
+        self._check_usable()
+        if self.length(sequence):
+            raise ValueError(f"sequence {sequence} is not empty")
+        body, length = self._state.open(state, self._info.context_length)
+        if length:
+            self._native_import(sequence, body, length)
+            self._lengths[sequence] = length
+
+    def _native_import(self, sequence: int, body: memoryview, length: int) -> None:
+        """Load native state; on failure the sequence is empty. Cells are checked against ``length``."""
+        native = (ctypes.c_uint8 * len(body)).from_address(address_of(body))
+        read = api.llama_state_seq_set_data(self._context, native, len(body), sequence)
+        last = api.llama_memory_seq_pos_max(self._memory, sequence)
+        if read != len(body) or last != length - 1:
+            self._native_drop(sequence)
+            raise EngineError(f"the state of sequence {sequence} could not be restored")
+
+    def _check_usable(self) -> None:
+        if not self._context:
+            raise EngineError("this engine is closed")
+        if self._failed:
+            raise EngineError(f"this engine has failed: {self._failed}")
+
+    def close(self) -> None:
+        if self._context:
+            context, self._context = self._context, 0
+            self._logits = []
+            if self._vocabulary is not None:
+                self._vocabulary.close()
+            api.llama_free(context)
+            api.llama_model_free(self._model)
+
+
+def _has_vocabulary(model: int, slice_info: SliceInfo) -> bool:
+    if not (slice_info.is_first or slice_info.is_last):
+        return False
+    if not LlamaVocabulary.exists(model):
+        raise ModelLoadError(f"{slice_info.path} has no vocabulary, which a first or last stage needs")
+    return True
+
+
+def _position_sections(model: int) -> int:
+    """Positions per activation row: 4 with multi-section rotary embedding (M-RoPE), else 1."""
+    return 4 if api.llama_model_rope_type(model) in (api.LLAMA_ROPE_TYPE_MROPE, 40) else 1
+
+
+def _describe(
+    model: int, context: int, slice_info: SliceInfo, options: EngineOptions, tap: Tap | None
+) -> EngineInfo:
+    ends = slice_info.is_first or slice_info.is_last
+    windowed = api.llama_model_n_swa(model) > 0 and not options.swa_full
+    recurrent = api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model)
+    vocabulary: Any = api.llama_model_get_vocab(model)
+    return EngineInfo(
+        layer_start=slice_info.layer_start,
+        layer_end=slice_info.layer_end,
+        layer_count=slice_info.layer_count,
+        input_width=0 if slice_info.is_first else slice_info.hidden_size,
+        output_width=0 if slice_info.is_last else slice_info.hidden_size,
+        hidden_size=slice_info.hidden_size,
+        vocab_size=int(api.llama_vocab_n_tokens(vocabulary)) if ends else 0,
+        context_length=options.context_length,
+        max_batch=min(options.n_batch, int(api.llama_n_batch(context))),
+        max_sequences=options.max_sequences,
+        can_trim=not (windowed or recurrent),
+        tap=None if tap is None else tap.kind,
+        weights_bytes=int(api.llama_model_size(model)),
+        kv_bytes=kv_bytes(model, slice_info, options, int(api.llama_n_ctx(context))),
+    )

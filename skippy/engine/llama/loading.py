@@ -1,0 +1,163 @@
+"""From options to llama.cpp's parameter structs, and loading a model and a context with them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+from skippy.engine.base import ModelLoadError
+from skippy.engine.options import EngineOptions
+from skippy.engine.tap import Tap
+from skippy.models import SliceInfo
+
+from .native import api, reported_errors, usable_cores
+
+_CELL_PADDING: Final = 256  # llama.cpp pads each sequence's cells to this
+_SPLIT_MODES: Final = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+_FLASH_ATTENTION: Final = {"auto": -1, "disabled": 0, "enabled": 1}
+_LOAD_NONE, _LOAD_MMAP, _LOAD_MLOCK, _LOAD_MMAP_MLOCK, _LOAD_DIRECT = range(5)
+_CACHE_TYPES: Final = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+    "bf16": 30,
+}  # enum ggml_type
+_BLOCK_BYTES: Final = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q8_0": (32, 34),
+    "iq4_nl": (32, 18),
+}  # values and bytes of one block, ggml-common.h
+
+
+def load_model(info: SliceInfo, options: EngineOptions) -> int:
+    """Load the weights. Returns llama.cpp's model pointer.
+
+    Raises:
+        ModelLoadError: with llama.cpp's own words where it gave any.
+    """
+    if not info.path.is_file():
+        raise ModelLoadError(f"no model file at {info.path}")
+    params = api.llama_model_default_params()
+    params.n_gpu_layers = options.n_gpu_layers
+    params.main_gpu = options.main_gpu
+    if options.split_mode != "auto":
+        params.split_mode = _SPLIT_MODES[options.split_mode]
+    params.load_mode = _load_mode(options)
+    params.check_tensors = options.check_tensors
+    params.use_extra_bufts = options.repack
+    params.no_host = options.no_host_buffer
+    with reported_errors() as errors:
+        model = api.llama_model_load_from_file(str(info.path).encode(), params)
+    if not model:
+        raise ModelLoadError(f"{info.path} could not be loaded: {'; '.join(errors) or 'no reason given'}")
+    try:
+        _check_model(model, info)
+    except ModelLoadError:
+        api.llama_model_free(model)
+        raise
+    return int(model)
+
+
+def _load_mode(options: EngineOptions) -> int:
+    if options.direct_io:
+        return _LOAD_DIRECT
+    if options.mmap is False:
+        return _LOAD_MLOCK if options.mlock else _LOAD_NONE
+    return _LOAD_MMAP_MLOCK if options.mlock else _LOAD_MMAP
+
+
+def _check_model(model: int, info: SliceInfo) -> None:
+    """Refuse what would not run as a stage, or would end the process when run."""
+    expected = info.layer_end - info.layer_start + info.spare_layers
+    layers, width = api.llama_model_n_layer(model), api.llama_model_n_embd_inp(model)
+    if layers != expected:
+        raise ModelLoadError(f"{info.path} has {layers} layers, expected {expected}")
+    if width != info.hidden_size:
+        raise ModelLoadError(f"{info.path} takes rows of {width} values, expected {info.hidden_size}")
+    if (
+        not api.llama_model_has_decoder(model)
+        or api.llama_model_has_encoder(model)
+        or api.llama_model_is_diffusion(model)
+        or metadata(model, f"{info.architecture}.attention.causal") == "false"
+    ):
+        raise ModelLoadError(f"{info.path} ({info.architecture}) does not generate text token by token")
+
+
+def metadata(model: int, key: str) -> str | None:
+    """A scalar metadata value as text, or None; at most 255 bytes."""
+    buffer = ctypes.create_string_buffer(256)
+    size = api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return None if size < 0 else buffer.value.decode(errors="replace")
+
+
+def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap | None) -> int:
+    """A context with its KV cache. Returns llama.cpp's context pointer.
+
+    Each sequence gets ``context_length`` cells, rounded up to a multiple of 256 as llama.cpp wants; the
+    engine holds callers to the length they asked for.
+
+    Raises:
+        ModelLoadError: with llama.cpp's own words where it gave any.
+    """
+    padded = -(-options.context_length // _CELL_PADDING) * _CELL_PADDING
+    params: Any = api.llama_context_default_params()
+    params.n_ctx = padded * options.max_sequences
+    params.n_batch = params.n_outputs_max = max(options.n_batch, options.max_sequences)
+    if not info.is_last and info.spare_layers:
+        # No row of this stage is ever an output; llama.cpp wants room for one per sequence all the same.
+        params.n_outputs_max = options.max_sequences
+    params.n_ubatch = options.n_ubatch
+    params.n_seq_max = options.max_sequences
+    params.n_threads = options.n_threads or usable_cores()
+    params.n_threads_batch = options.n_threads_batch or options.n_threads or usable_cores()
+    params.type_k = _CACHE_TYPES[options.cache_type_k]
+    params.type_v = _CACHE_TYPES[options.cache_type_v]
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attn]
+    params.offload_kqv = options.kv_offload
+    params.op_offload = options.op_offload
+    params.kv_unified = options.kv_unified
+    params.swa_full = options.swa_full
+    params.no_perf = True
+    params.embeddings = False
+    if tap is not None:
+        params.cb_eval = ctypes.cast(tap.callback, type(params.cb_eval))
+        params.cb_eval_user_data = tap.user_data
+    with reported_errors() as errors:
+        context = api.llama_init_from_model(model, params)
+    if not context:
+        reason = "; ".join(errors) or "no reason given"
+        raise ModelLoadError(f"{info.path}: no context with these settings: {reason}")
+    if not api.llama_get_memory(context):
+        api.llama_free(context)
+        raise ModelLoadError(f"{info.path} ({info.architecture}) has no KV cache to generate with")
+    if api.llama_n_ctx_seq(context) < options.context_length:
+        cells = api.llama_n_ctx_seq(context)
+        api.llama_free(context)
+        raise ModelLoadError(
+            f"llama.cpp gave {cells} cells per sequence, {options.context_length} are needed"
+        )
+    return int(context)
+
+
+def kv_bytes(model: int, info: SliceInfo, options: EngineOptions, cells: int) -> int:
+    """Size of the KV cache for ``cells`` cells, by the model's head sizes, the same in every layer."""
+    heads = max(1, api.llama_model_n_head(model))
+    default = api.llama_model_n_embd(model) // heads
+    total = 0
+    for kind, key in ((options.cache_type_k, "key_length"), (options.cache_type_v, "value_length")):
+        text = metadata(model, f"{info.architecture}.attention.{key}")
+        head = int(text) if text is not None and text.isdigit() else default
+        values, size = _BLOCK_BYTES[kind]
+        total += head * api.llama_model_n_head_kv(model) * size // values
+    return total * cells * int(api.llama_model_n_layer(model))

@@ -1,0 +1,115 @@
+"""The native library: one-time set-up, where ggml's functions are, and what llama.cpp logs."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import llama_cpp.llama_cpp as _module
+import structlog
+
+from skippy.engine.base import ModelLoadError
+from skippy.engine.tap import GGML_FUNCTIONS
+
+api: Final[Any] = _module
+"""llama-cpp-python's low-level API. Pointers are plain integers there."""
+
+_LEVEL_WARN: Final = 3
+_LEVEL_ERROR: Final = 4
+_LEVEL_CONTINUED: Final = 5
+
+_log = structlog.get_logger("skippy.llama")
+_lock = threading.Lock()
+_ready = False
+
+
+class _LogRouter:
+    """Receives llama.cpp's log, from any of its threads: warnings and errors pass, the rest is dropped."""
+
+    def __init__(self) -> None:
+        self.errors: collections.deque[str] = collections.deque(maxlen=8)
+        self._level = 0
+        # Kept for the life of the process: the library holds the pointer.
+        self.callback = api.llama_log_callback(self._receive)
+
+    def _receive(self, level: int, text: bytes | None, _user_data: int | None) -> None:
+        if level != _LEVEL_CONTINUED:
+            self._level = level
+        if self._level not in (_LEVEL_WARN, _LEVEL_ERROR) or text is None:
+            return
+        message = text.decode(errors="replace").strip()
+        if not message or message == ".":
+            return
+        if self._level == _LEVEL_ERROR:
+            self.errors.append(message)
+            _log.error("llama.cpp", message=message)
+        else:
+            _log.warning("llama.cpp", message=message)
+
+
+_router = _LogRouter()
+
+
+def initialise() -> None:
+    """Start the backends and take over the log, once per process."""
+    global _ready
+    with _lock:
+        if not _ready:
+            api.llama_log_set(_router.callback, ctypes.c_void_p(0))
+            api.llama_backend_init()
+            _ready = True
+
+
+@contextmanager
+def reported_errors() -> Iterator[collections.deque[str]]:
+    """What llama.cpp reports as errors inside the block, the last few lines of it."""
+    _router.errors.clear()
+    yield _router.errors
+
+
+def ggml_functions() -> dict[str, int]:
+    """Addresses of the ggml functions the tap calls.
+
+    Looked up through the llama library's own handle, so that they belong to the copy of ggml it runs on;
+    where a handle does not search dependencies (Windows), in the ggml library beside it.
+    """
+    folder = pathlib.Path(api.__file__).parent / "lib"
+    libraries = [api._lib]
+    found: dict[str, int] = {}
+    for name in GGML_FUNCTIONS:
+        function = _symbol(libraries, folder, name)
+        if function is None:
+            raise ModelLoadError(f"{name} is not in the ggml library that llama-cpp-python ships")
+        found[name] = function
+    return found
+
+
+def _symbol(libraries: list[ctypes.CDLL], folder: pathlib.Path, name: str) -> int | None:
+    for library in libraries:
+        function = getattr(library, name, None)
+        if function is not None:
+            return ctypes.cast(function, ctypes.c_void_p).value
+    if len(libraries) == 1:
+        libraries.extend(ctypes.CDLL(str(path)) for path in sorted(folder.glob("*ggml-base.*")))
+        return _symbol(libraries, folder, name) if len(libraries) > 1 else None
+    return None
+
+
+def usable_cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return max(1, os.cpu_count() or 1)
+
+
+def address_of(buffer: memoryview) -> int:
+    """Address of a C-contiguous buffer's first byte; the caller keeps the buffer alive."""
+    import numpy as np
+
+    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])

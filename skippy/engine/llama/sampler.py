@@ -1,0 +1,206 @@
+"""Sampling with llama.cpp's own samplers, applied to a candidate array in numpy memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from skippy.engine.base import EngineError, FloatArray, Sampler
+from skippy.engine.checks import token_array
+from skippy.engine.sampling import check_chat_metadata, check_settings, greedy, step_seed
+from skippy.protocol.messages import SamplingConfig
+
+from .native import api
+from .vocabulary import LlamaVocabulary
+
+_CANDIDATE: Final = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+"""``llama_token_data``."""
+
+_MIN_KEEP: Final = 1
+_PURPOSE_DRAW: Final = b"skippy-draw"
+_PURPOSE_XTC: Final = b"skippy-xtc"
+
+_SHAPES_LOGITS: Final = frozenset({"penalties", "dry"})
+"""Samplers that change logits by history; the only ones that matter to a greedy choice."""
+
+
+class LlamaSampler(Sampler):
+    """One session's sampler.
+
+    Logit bias comes first, then the settings' samplers in their order, then the draw. A temperature of 0 or
+    less means the highest logit after bias, penalties and DRY (lowest id among equals). Random samplers (XTC
+    and the draw) are made anew for each step, with a seed derived from (settings.seed, step).
+    """
+
+    def __init__(
+        self,
+        vocabulary: LlamaVocabulary,
+        context_length: int,
+        settings: SamplingConfig | None,
+        chat_metadata: str | None = None,
+    ) -> None:
+        """Raises ValueError for settings that are not supported or out of range, by name."""
+        check_chat_metadata(chat_metadata)
+        if settings is not None and not settings.enabled:
+            settings = None
+        if settings is not None:
+            check_settings(settings, vocabulary.size)
+        self._vocabulary = vocabulary
+        self._settings = settings
+        self._context_length = context_length
+        self._owned: list[Any] = []
+        self._history: list[Any] = []
+        self._chain: list[Callable[[int], Any]] = []  # step -> native sampler
+        self._closed = False
+        self._keep = 0
+        if settings is not None:
+            self._prepare(settings)
+
+    def _prepare(self, settings: SamplingConfig) -> None:
+        size = self._vocabulary.size
+        self._candidates = np.zeros(size, dtype=_CANDIDATE)
+        self._ids: npt.NDArray[np.int32] = np.arange(size, dtype=np.int32)
+        self._array = api.llama_token_data_array()
+        self._array.data = ctypes.cast(self._candidates.ctypes.data, type(self._array.data))
+        self._bias_ids = np.array([token for token, _ in settings.logit_bias], dtype=np.int64)
+        self._bias = np.array([bias for _, bias in settings.logit_bias], dtype=np.float32)
+        ends = self._vocabulary.end_of_generation if settings.ignores_eos else ()
+        self._banned = np.array(sorted(ends), dtype=np.int64)
+        is_greedy = settings.temperature <= 0.0
+        for name in settings.samplers:
+            if not is_greedy or name in _SHAPES_LOGITS:
+                self._add(name, settings)
+
+    def _add(self, name: str, settings: SamplingConfig) -> None:
+        if name == "penalties":
+            self._add_penalties(settings)
+        elif name == "dry":
+            self._add_dry(settings)
+        elif name == "xtc":
+            if settings.xtc_probability > 0.0:
+                self._chain.append(self._xtc)
+        elif name == "temperature":
+            self._add_fixed(
+                api.llama_sampler_init_temp_ext(
+                    settings.temperature, settings.dynatemp_range, settings.dynatemp_exponent
+                )
+            )
+        elif name == "top_n_sigma":
+            self._add_fixed(api.llama_sampler_init_top_n_sigma(settings.top_nsigma))
+        elif name == "top_k":
+            self._add_fixed(api.llama_sampler_init_top_k(settings.top_k))
+        elif name == "typical_p":
+            self._add_fixed(api.llama_sampler_init_typical(settings.typical_p, _MIN_KEEP))
+        elif name == "top_p":
+            self._add_fixed(api.llama_sampler_init_top_p(settings.top_p, _MIN_KEEP))
+        else:
+            self._add_fixed(api.llama_sampler_init_min_p(settings.min_p, _MIN_KEEP))
+
+    def _add_fixed(self, sampler: Any) -> None:
+        self._owned.append(sampler)
+        self._chain.append(lambda _step: sampler)
+
+    def _add_penalties(self, settings: SamplingConfig) -> None:
+        last = self._context_length if settings.penalty_last_n < 0 else settings.penalty_last_n
+        sampler = api.llama_sampler_init_penalties(
+            self._vocabulary.size,
+            last,
+            settings.repeat_penalty,
+            settings.frequency_penalty,
+            settings.presence_penalty,
+        )
+        self._add_fixed(sampler)
+        self._remember(sampler, last)
+
+    def _add_dry(self, settings: SamplingConfig) -> None:
+        if settings.dry_multiplier == 0.0 or settings.dry_base < 1.0:
+            return
+        last = self._context_length if settings.dry_penalty_last_n < 0 else settings.dry_penalty_last_n
+        breakers = [breaker.encode() for breaker in settings.dry_sequence_breakers]
+        sampler = api.llama_sampler_init_dry(
+            self._vocabulary.pointer,
+            settings.dry_multiplier,
+            settings.dry_base,
+            settings.dry_allowed_length,
+            min(last, self._context_length),
+            (ctypes.c_char_p * len(breakers))(*breakers),
+            len(breakers),
+        )
+        self._add_fixed(sampler)
+        self._remember(sampler, last)
+
+    def _remember(self, sampler: Any, last: int) -> None:
+        self._history.append(sampler)
+        self._keep = max(self._keep, last)
+
+    def _xtc(self, step: int) -> Any:
+        assert self._settings is not None
+        settings = self._settings
+        seed = step_seed(settings.seed, step, _PURPOSE_XTC)
+        return api.llama_sampler_init_xtc(settings.xtc_probability, settings.xtc_threshold, _MIN_KEEP, seed)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """As the base class says. Raises ValueError for an id outside the vocabulary; none is taken then."""
+        self._check_open()
+        if not self._history or not len(tokens):
+            return
+        kept = token_array(tokens, self._vocabulary.size)[-self._keep :].tolist() if self._keep else []
+        for sampler in self._history:
+            for token in kept:
+                api.llama_sampler_accept(sampler, token)
+
+    def sample(self, logits: FloatArray, step: int) -> int:
+        self._check_open()
+        settings = self._settings
+        if settings is None:
+            return greedy(logits)
+        if logits.shape != self._ids.shape:
+            raise ValueError(f"logits of shape {logits.shape}, expected {self._ids.shape}")
+        candidates = self._candidates
+        candidates["id"] = self._ids
+        values = candidates["logit"]
+        values[:] = logits
+        if self._bias_ids.size:
+            np.add.at(values, self._bias_ids, self._bias)
+        if self._banned.size:
+            values[self._banned] = -np.inf
+        best = greedy(values)  # also refuses NaN
+        if settings.temperature <= 0.0 and not self._chain:
+            return best
+        self._array.size, self._array.selected, self._array.sorted = len(candidates), -1, False
+        for make in self._chain:
+            self._apply(make(step), temporary=make == self._xtc)
+        if settings.temperature <= 0.0:
+            left = candidates[: self._array.size]
+            top = left["logit"].max()
+            return int(left["id"][left["logit"] == top].min())
+        return self._draw(step_seed(settings.seed, step, _PURPOSE_DRAW))
+
+    def _draw(self, seed: int) -> int:
+        self._apply(api.llama_sampler_init_dist(seed), temporary=True)
+        selected = int(self._array.selected)
+        if not 0 <= selected < self._array.size:
+            raise EngineError("the samplers left no token to choose from")
+        return int(self._candidates["id"][selected])
+
+    def _apply(self, sampler: Any, *, temporary: bool) -> None:
+        api.llama_sampler_apply(sampler, ctypes.byref(self._array))
+        if temporary:
+            api.llama_sampler_free(sampler)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this sampler is closed")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for sampler in self._owned:
+                api.llama_sampler_free(sampler)
+            self._owned = []
+            self._history = []
+            self._chain = []

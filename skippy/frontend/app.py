@@ -1,0 +1,138 @@
+"""The OpenAI endpoint as a Quart application on Trio.
+
+Routes: ``GET /v1/models``, ``GET /v1/models/{id}``, ``POST /v1/chat/completions``, ``POST /v1/completions``,
+``GET /health``, ``GET /healthz``, ``GET /readyz``. Every error, of whatever status, has OpenAI's envelope.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from quart import Response, request
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
+
+from .connection import OwningConnection, connection_nursery, read_json_body, request_id
+from .errors import ApiError, internal_error
+from .generation import Generator
+from .options import FrontendOptions
+from .responses import dump
+from .schemas import check_model
+from .service import Caller, CompletionService
+
+_EXTENSION = "skippy"
+
+
+def create_app(generator: Generator, options: FrontendOptions | None = None) -> QuartTrio:
+    """The application; serve it with :func:`skippy.frontend.server.serve_http` or any ASGI server on Trio.
+
+    Its start-up begins the template renderer in ``app.nursery``; the worker process itself starts with the
+    first chat request and ends with that nursery.
+    """
+    options = options or FrontendOptions()
+    service = CompletionService(generator, options)
+    app = QuartTrio(__name__, static_folder=None)
+    app.asgi_http_class = OwningConnection
+    # Quart's own deadlines and limits end streams silently or answer in HTML: ours replace them.
+    app.config["RESPONSE_TIMEOUT"] = None
+    app.config["BODY_TIMEOUT"] = None
+    app.config["MAX_CONTENT_LENGTH"] = None
+    app.config["BACKGROUND_TASK_SHUTDOWN_TIMEOUT"] = None
+    app.url_map.merge_slashes = False
+    app.extensions[_EXTENSION] = service
+
+    @app.before_serving
+    async def start_renderer() -> None:
+        await app.nursery.start(service.renderer.run)
+
+    _add_errors(app)
+    _add_status_routes(app, service)
+    _add_completion_routes(app, service, options)
+    return app
+
+
+def end_generations(app: QuartTrio) -> None:
+    """Shutdown: end every running generation of ``app`` with an error, refuse new ones. Does not wait."""
+    service: CompletionService = app.extensions[_EXTENSION]
+    service.shut_down()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(dump(value), status=status, content_type="application/json")
+
+
+def _add_errors(app: QuartTrio) -> None:
+    @app.errorhandler(ApiError)
+    async def api_error(error: ApiError) -> Response:
+        return _json(error.envelope(), error.status)
+
+    @app.errorhandler(HTTPException)
+    async def http_error(error: HTTPException) -> Response:
+        status = error.code or 500
+        if isinstance(error, NotFound):
+            shown = ApiError(f"there is nothing at {request.method} {request.path[:200]}", status=404)
+        elif isinstance(error, MethodNotAllowed):
+            methods = ", ".join(sorted(error.valid_methods or ()))
+            shown = ApiError(f"{request.path[:200]} takes {methods}, not {request.method}", status=405)
+        elif status >= 500:
+            shown = internal_error()
+        else:
+            shown = ApiError(error.description or error.name, status=status)
+        response = _json(shown.envelope(), status)
+        if isinstance(error, MethodNotAllowed) and error.valid_methods:
+            response.headers["allow"] = ", ".join(sorted(error.valid_methods))
+        return response
+
+    @app.after_request
+    async def echo_request_id(response: Response) -> Response:
+        response.headers["x-request-id"] = request_id(request)
+        return response
+
+
+def _add_status_routes(app: QuartTrio, service: CompletionService) -> None:
+    model = {
+        "id": service.model_id,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "skippy",
+    }
+
+    @app.get("/health")
+    @app.get("/healthz")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/readyz")
+    async def ready() -> Response:
+        if service.ready:
+            return _json({"status": "ready"})
+        raise ApiError("the chain of stages is not ready", status=503)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model]})
+
+    # Model ids may contain slashes.
+    @app.get("/v1/models/<path:model_id>")
+    async def one_model(model_id: str) -> Response:
+        check_model(model_id, service.model_id)
+        return _json(model)
+
+
+def _add_completion_routes(app: QuartTrio, service: CompletionService, options: FrontendOptions) -> None:
+    async def body() -> bytes:
+        return await read_json_body(
+            request, limit=options.max_body_bytes, timeout_secs=options.body_timeout_secs
+        )
+
+    def caller() -> Caller:
+        return Caller(nursery=connection_nursery(request), request_id=request_id(request))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        return await service.chat(await body(), caller())
+
+    @app.post("/v1/completions")
+    async def completions() -> Response:
+        return await service.completion(await body(), caller())

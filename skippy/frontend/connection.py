@@ -1,0 +1,93 @@
+"""What one HTTP request gives its handler: a nursery that lives as long as the connection, and its body."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Final, cast
+
+import trio
+from quart import g
+from quart.asgi import ASGIHTTPConnection
+from quart.wrappers import Request
+from quart_trio.asgi import TrioASGIHTTPConnection
+
+from .errors import ApiError
+
+_NURSERY: Final = "skippy.nursery"
+# A body over the limit is read on and dropped up to this factor, so that the client gets to see the 413.
+_DRAIN_FACTOR: Final = 16
+
+
+class OwningConnection(TrioASGIHTTPConnection):
+    """Makes the request's nursery known to the handler.
+
+    Tasks in it are cancelled when the client disconnects and when the response is complete, also while the
+    response writer is stuck in a send. That holds on every path, which a ``finally`` in a response generator
+    does not give: it never runs if the client leaves before the first chunk.
+    """
+
+    _complete = False
+
+    async def handle_request(self, nursery: trio.Nursery, request: Request, send: Any) -> None:
+        cast(dict[str, Any], request.scope)[_NURSERY] = nursery
+
+        async def watched_send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                self._complete = True
+            await send(message)
+
+        await super().handle_request(nursery, request, watched_send)
+
+    async def handle_messages(self, nursery: trio.Nursery, request: Request, receive: Any) -> None:
+        await ASGIHTTPConnection.handle_messages(self, request, receive)
+        # Hypercorn reports a disconnect from inside the send that completes a response, too. Cancelling that
+        # send would leave the connection neither idle (no keep-alive deadline) nor closed.
+        if not self._complete:
+            nursery.cancel_scope.cancel()
+
+
+def connection_nursery(request: Request) -> trio.Nursery:
+    """The nursery of the request's connection; tasks in it must not raise."""
+    nursery: trio.Nursery = cast(dict[str, Any], request.scope)[_NURSERY]
+    return nursery
+
+
+def request_id(request: Request) -> str:
+    """The client's ``x-request-id`` if it is a UUID, else a new one; always in canonical form."""
+    if "request_id" not in g:
+        given = request.headers.get("x-request-id", "")
+        try:
+            # Longest accepted form: urn:uuid: and 36 characters.
+            g.request_id = str(uuid.UUID(given)) if len(given) <= 45 else str(uuid.uuid4())
+        except ValueError:
+            g.request_id = str(uuid.uuid4())
+    return cast(str, g.request_id)
+
+
+async def read_json_body(request: Request, *, limit: int, timeout_secs: float) -> bytes:
+    """The raw body of a request that says it is JSON, or says nothing about its type.
+
+    Raises:
+        ApiError: 415 for another type, 413 over ``limit`` bytes, 408 if not complete after ``timeout_secs``.
+    """
+    kind = request.mimetype
+    # Browsers send other types across origins without asking first.
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(f"the content type is {kind[:100]}; it must be application/json", status=415)
+    too_large = ApiError(f"the request body is larger than {limit} bytes", status=413)
+    if (request.content_length or 0) > limit * _DRAIN_FACTOR:
+        raise too_large
+    body = bytearray()
+    size = 0
+    with trio.move_on_after(timeout_secs) as scope:
+        async for chunk in request.body:
+            size += len(chunk)
+            if size <= limit:
+                body += chunk
+            elif size > limit * _DRAIN_FACTOR:
+                break
+    if size > limit:
+        raise too_large
+    if scope.cancelled_caught:
+        raise ApiError(f"the request body was not complete after {timeout_secs:g} s", status=408)
+    return bytes(body)

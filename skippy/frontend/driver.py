@@ -1,0 +1,192 @@
+"""Drives one generation through the chain: prefill in chunks, then one decode step per token."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import attrs
+import trio
+
+from skippy.engine import Vocabulary
+from skippy.protocol import Message, MessageKind, Reply, default_state
+from skippy.stage import LaneLost, PendingReply, SettingsRefused, Stage, StageError
+from skippy.telemetry import names
+
+from .generation import (
+    ChainUnavailable,
+    ContextLengthExceeded,
+    FinishReason,
+    GenerationError,
+    GenerationRequest,
+    InvalidSampling,
+)
+from .lanes import REPLY_TIMEOUT_SECS, LanePool, PooledLane
+
+
+class ChainGenerator:
+    """Serves generations over a stage's lane pool. Implements :class:`skippy.frontend.generation.Generator`."""
+
+    def __init__(self, stage: Stage, pool: LanePool, model_id: str, prefill_chunk_size: int) -> None:
+        vocabulary = stage.vocabulary
+        if vocabulary is None or not stage.info.is_first:
+            raise ValueError("only the stage that owns layer 0 can serve generations")
+        self._stage = stage
+        self._pool = pool
+        self._model_id = model_id
+        self._vocabulary = vocabulary
+        self._chunk_size = min(prefill_chunk_size, stage.info.max_batch)
+
+    @property
+    def model_id(self) -> str:
+        return self._model_id
+
+    @property
+    def context_length(self) -> int:
+        return self._stage.info.context_length
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @property
+    def ready(self) -> bool:
+        return self._pool.ready
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:
+        count, limit = len(request.prompt), self.context_length
+        if not 0 < count < limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {count} tokens; this model's context holds {limit}, one of them for the answer"
+                if count
+                else "the prompt is empty"
+            )
+        request = attrs.evolve(request, max_tokens=min(request.max_tokens, limit - count))
+        pooled = await self._pool.lease()
+        try:
+            with self._stage.context.telemetry.span(
+                names.STAGE_OPENAI_DECODE, prompt_token_count=count
+            ) as span:
+                stream = ChainStream(pooled, request, self._vocabulary, self._chunk_size)
+                yield stream
+                span["completion_token_count"] = stream.generated
+                span["finish_reason"] = stream.finish_reason
+        finally:
+            pooled.give_back()
+
+
+class ChainStream:
+    """The tokens of one generation. Cancelling an iteration step ends the generation."""
+
+    def __init__(
+        self, pooled: PooledLane, request: GenerationRequest, vocabulary: Vocabulary, chunk_size: int
+    ) -> None:
+        self._pooled = pooled
+        self._request = request
+        self._vocabulary = vocabulary
+        self._chunk_size = chunk_size
+        self._request_id = secrets.randbits(64) or 1
+        self._session_id = secrets.randbits(64) or 1
+        self._current: int | None = None
+        self._finish_reason: FinishReason | None = None
+        self.generated = 0
+        pooled.request = (self._request_id, self._session_id)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._finish_reason
+
+    def __aiter__(self) -> ChainStream:
+        return self
+
+    async def __anext__(self) -> int:
+        if self._finish_reason is None and self.generated >= self._request.max_tokens:
+            self._finish_reason = "length"
+        if self._finish_reason is not None:
+            raise StopAsyncIteration
+        try:
+            if self._current is None:
+                await self._prefill()
+                self._current = self._request.prompt[-1]
+            token = await self._decode(self._current)
+        except SettingsRefused as exc:
+            raise InvalidSampling(str(exc)) from exc
+        except LaneLost as exc:
+            raise ChainUnavailable(f"a stage of the chain was lost: {exc}") from exc
+        except StageError as exc:
+            raise GenerationError(str(exc)) from exc
+        if self._vocabulary.is_end_of_generation(token) and not self._ignores_eos:
+            self._finish_reason = "stop"
+            raise StopAsyncIteration
+        self._current = token
+        self.generated += 1
+        return token
+
+    @property
+    def _ignores_eos(self) -> bool:
+        return self._request.sampling is not None and self._request.sampling.ignores_eos
+
+    async def _prefill(self) -> None:
+        """Settings first, then every prompt token but the last; the last one is the first decode step.
+
+        The answer to the settings is not waited for: the replies of a lane come in order, so a lane that
+        refuses them ends, and the first prediction with it.
+        """
+        prompt = self._request.prompt
+        count = len(prompt) - 1
+        await self._send(
+            MessageKind.CONFIGURE_GENERATION, prompt_token_count=len(prompt), sampling=self._request.sampling
+        )
+        for index, start in enumerate(range(0, count, self._chunk_size)):
+            chunk = prompt[start : min(start + self._chunk_size, count)]
+            await self._send(
+                MessageKind.PREFILL_EMBD,
+                seq_id=index,
+                pos_start=start,
+                tokens=chunk,
+                prompt_token_count=count,
+                current_token=chunk[-1],
+            )
+
+    async def _decode(self, token: int) -> int:
+        step = self.generated
+        reply = await self._send(
+            MessageKind.DECODE_EMBD,
+            pos_start=len(self._request.prompt) - 1 + step,
+            tokens=(token,),
+            prompt_token_count=len(self._request.prompt),
+            current_token=token,
+            decode_step=step,
+        )
+        prediction = await self._wait(reply)
+        if prediction.predicted < 0:
+            raise LaneLost(f"the last stage answered with token {prediction.predicted}")
+        return prediction.predicted
+
+    async def _send(
+        self, kind: MessageKind, *, pos_start: int = 0, tokens: Sequence[int] = (), **header: Any
+    ) -> PendingReply:
+        """Hand one message to the lane; ``header`` holds state words, or ``sampling``."""
+        sampling = header.pop("sampling", None)
+        return await self._pooled.handle(
+            Message(
+                kind,
+                attrs.evolve(default_state(kind), **header),
+                pos_start=pos_start,
+                token_count=len(tokens),
+                request_id=self._request_id,
+                session_id=self._session_id,
+                sampling=sampling,
+                tokens=tokens,
+            )
+        )
+
+    async def _wait(self, place: PendingReply) -> Reply:
+        with trio.move_on_after(REPLY_TIMEOUT_SECS):
+            return await place.wait()
+        failure = LaneLost(f"no prediction within {REPLY_TIMEOUT_SECS:g} s")
+        self._pooled.lane.fail(failure)
+        raise failure

@@ -1,0 +1,71 @@
+"""Errors of the HTTP side, in OpenAI's envelope.
+
+Every answer that is not a success has this body, whatever its status::
+
+    {"error": {"message": "...", "type": "...", "param": "messages[0].role" or null, "code": "..."}}
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from .generation import GenerationError
+
+# Words for statuses that are raised by the framework rather than by us.
+_CODES: Final = {
+    400: "invalid_value",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "payload_too_large",
+    415: "unsupported_media_type",
+    429: "rate_limit_exceeded",
+    500: "internal_server_error",
+    503: "service_unavailable",
+    504: "timeout",
+}
+
+
+def error_type(status: int) -> str:
+    """OpenAI's ``type`` for an HTTP status."""
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+class ApiError(Exception):
+    """A request that cannot be served, as the client will see it.
+
+    Attributes:
+        status: HTTP status.
+        message: what was wrong, where, and what would be right.
+        param: path of the request field at fault, or None.
+        code: short machine-readable word.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code or _CODES.get(status, "error")
+
+    def envelope(self) -> dict[str, Any]:
+        """The JSON body."""
+        error = {
+            "message": self.message,
+            "type": error_type(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def from_generation_error(error: GenerationError) -> ApiError:
+    """The client's view of a generation that failed."""
+    return ApiError(str(error) or error.code, status=error.status, code=error.code)
+
+
+def internal_error() -> ApiError:
+    """For failures whose details are for the log, not for the client."""
+    return ApiError("the server failed to handle this request; its log has the details", status=500)

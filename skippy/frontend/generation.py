@@ -1,0 +1,115 @@
+"""The seam between HTTP and the chain: what a generation is asked for, and what it gives.
+
+The HTTP side (:mod:`skippy.frontend.app`) knows only this module; the chain side
+(:mod:`skippy.frontend.driver`) implements it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Literal, Protocol
+
+import attrs
+
+from skippy.engine import Vocabulary
+from skippy.protocol import SamplingConfig
+
+FinishReason = Literal["stop", "length"]
+
+
+class GenerationError(Exception):
+    """A generation that ended without a finish reason.
+
+    Attributes:
+        status: HTTP status that fits (only of use before the first token).
+        code: short machine-readable word, e.g. ``"stage_lost"``.
+    """
+
+    status = 500
+    code = "internal_server_error"
+
+
+class ContextLengthExceeded(GenerationError):
+    """The prompt does not fit the context."""
+
+    status = 400
+    code = "context_length_exceeded"
+
+
+class InvalidSampling(GenerationError):
+    """A sampling setting the engine refuses, by name."""
+
+    status = 400
+    code = "invalid_value"
+
+
+class ChainUnavailable(GenerationError):
+    """A stage of the chain is not reachable, was lost, or sent something wrong."""
+
+    status = 503
+    code = "service_unavailable"
+
+
+class TooManyRequests(GenerationError):
+    """All lanes are busy and the queue is full; worth another try later."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class GenerationRequest:
+    """One generation.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_tokens: tokens to generate at most, at least 1. The driver stops earlier at the context's end.
+        sampling: settings for the last stage; None is greedy.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: SamplingConfig | None = None
+
+
+class TokenStream(Protocol):
+    """Async iterator of generated token ids; the end-of-generation token is not among them.
+
+    Iteration ends after a finish reason is known; it raises :class:`GenerationError` if the generation fails.
+    """
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None until iteration has ended normally."""
+
+    def __aiter__(self) -> AsyncIterator[int]: ...
+
+    async def __anext__(self) -> int: ...
+
+
+class Generator(Protocol):
+    """What serves generations: one lane each, as many at once as there are lanes, others wait."""
+
+    @property
+    def model_id(self) -> str: ...
+
+    @property
+    def context_length(self) -> int:
+        """Positions (prompt + generated) one request may use."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether every stage of the chain is connected and loaded."""
+
+    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[TokenStream]:
+        """Start a generation; leaving the block, on any path, ends it and frees its lane.
+
+        Entering waits for a free lane. Leaving early (stop string, disconnect, cancellation) never waits
+        for the chain: the lane is cleaned up in the background.
+
+        Raises (on entering or from iteration): ContextLengthExceeded, InvalidSampling, ChainUnavailable.
+        """

@@ -1,0 +1,210 @@
+"""The lane pool of stage 0: persistent lanes through the whole chain, one request each."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import structlog
+import trio
+
+from skippy.protocol import Message, MessageKind, default_state
+from skippy.stage import Lane, LaneLost, PendingReply, Stage, StageError
+from skippy.telemetry import names
+
+from .generation import ChainUnavailable, TooManyRequests
+
+log = structlog.get_logger("skippy.frontend")
+
+REPLY_TIMEOUT_SECS = 300.0
+"""Longest wait for one reply of the chain: far above a slow prefill, below what HTTP clients wait."""
+RECONNECT_WAIT_SECS = 3.0
+"""How long a request waits for a lane while none is connected."""
+RETRY_PAUSE_SECS = 0.5
+
+
+class LocalReplies:
+    """The owed replies of a lane whose upstream is this process, oldest first."""
+
+    def __init__(self) -> None:
+        self._places: deque[PendingReply] = deque()
+
+    async def put(self, reply: PendingReply) -> None:
+        self._places.append(reply)
+
+    def take(self) -> PendingReply:
+        """The place of the reply that is owed for the message handled last."""
+        return self._places.popleft()
+
+    def clear(self) -> None:
+        """Forget places that nobody took; the lane itself keeps count of what is owed."""
+        self._places.clear()
+
+
+class PooledLane:
+    """A lane of the pool, leased to one generation at a time."""
+
+    def __init__(self, lane: Lane, replies: LocalReplies) -> None:
+        self.lane = lane
+        self.replies = replies
+        self.request: tuple[int, int] | None = None
+        """(request_id, session_id) of the generation that uses it; None before its first message."""
+        self._returned = trio.Event()
+
+    def give_back(self) -> None:
+        """The generation has left, whatever state it left the lane in. Never waits."""
+        self._returned.set()
+
+    async def wait_given_back(self) -> None:
+        await self._returned.wait()
+        self._returned = trio.Event()
+
+    async def handle(self, message: Message) -> PendingReply:
+        """Execute a message and return the place of its reply. Raises ChainUnavailable when the lane ends."""
+        await self.lane.handle(message)
+        return self.replies.take()
+
+
+class LanePool:
+    """Keeps ``size`` lanes connected; each is replaced when it fails.
+
+    Run :meth:`serve` in a nursery, then ``lease`` and ``give_back``.
+
+    Args:
+        size: lanes, at most the stage's lane_count.
+        queue_limit: generations that may wait for a lane; more are refused.
+    """
+
+    def __init__(self, stage: Stage, size: int, queue_limit: int) -> None:
+        self._stage = stage
+        self._size = size
+        self._queue_limit = queue_limit
+        self._idle: deque[PooledLane] = deque()
+        self._connected = 0
+        self._waiting = 0
+        self._changed = trio.lowlevel.ParkingLot()
+        self._last_error: str | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a lane is connected, which means that every stage below is loaded and connected."""
+        return self._connected > 0
+
+    @property
+    def last_error(self) -> str | None:
+        """Why no lane is connected; None while one is."""
+        return None if self.ready else self._last_error
+
+    async def wait_ready(self) -> None:
+        while not self.ready:
+            await self._changed.park()
+
+    async def serve(self) -> None:
+        """Keep the lanes until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._size):
+                nursery.start_soon(self._keep_lane)
+
+    async def lease(self) -> PooledLane:
+        """A lane that is connected and idle; waits in order of arrival while all are in use.
+
+        Raises:
+            TooManyRequests: the queue is full.
+            ChainUnavailable: no lane is connected, nor becomes so within RECONNECT_WAIT_SECS.
+        """
+        if self._waiting >= self._queue_limit:
+            raise TooManyRequests(
+                f"{self._size} generations run and {self._waiting} wait; try again when some have finished"
+            )
+        self._waiting += 1
+        try:
+            await trio.lowlevel.checkpoint()
+            while not self._drop_dead():
+                if self._connected:
+                    await self._changed.park()
+                    continue
+                with trio.move_on_after(RECONNECT_WAIT_SECS) as scope:
+                    await self._changed.park()
+                if scope.cancelled_caught and not self._connected:
+                    raise ChainUnavailable(
+                        f"the chain is not ready: {self._last_error or 'still connecting to the next stage'}"
+                    )
+            pooled = self._idle.popleft()
+            pooled.lane.machine.lease()
+            return pooled
+        finally:
+            self._waiting -= 1
+
+    def _drop_dead(self) -> bool:
+        """Whether an idle lane is there that lives; one that has just ended may not be out of the list yet."""
+        while self._idle and self._idle[0].lane.failure is not None:
+            self._idle.popleft()
+        return bool(self._idle)
+
+    async def _keep_lane(self) -> None:
+        while True:
+            try:
+                await self._one_lane()
+            except* StageError as group:
+                self._last_error = str(group.exceptions[0])
+                log.error("no lane to the next stage", reason=self._last_error)
+            await trio.sleep(RETRY_PAUSE_SECS)
+
+    async def _one_lane(self) -> None:
+        replies = LocalReplies()
+        lane = Lane(self._stage.context, replies)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(lane.run)
+            pooled = PooledLane(lane, replies)
+            lane.machine.connected()
+            self._connected += 1
+            try:
+                await self._circulate(pooled)
+            finally:
+                self._connected -= 1
+                if pooled in self._idle:
+                    self._idle.remove(pooled)
+                self._changed.unpark_all()
+                nursery.cancel_scope.cancel()
+        self._last_error = str(lane.failure)
+        self._stage.context.telemetry.emit(
+            names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACED, lane=lane.number, error=self._last_error
+        )
+
+    async def _circulate(self, pooled: PooledLane) -> None:
+        """Idle, leased, cleaned, idle …, until the lane ends."""
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                await pooled.lane.wait_ended()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            while pooled.lane.failure is None:
+                self._idle.append(pooled)
+                self._changed.unpark_all()
+                await pooled.wait_given_back()
+                await self._clean(pooled)
+
+    async def _clean(self, pooled: PooledLane) -> None:
+        """Make a returned lane idle: read all it owes, Stop, read the Ack. A lane that cannot is closed."""
+        lane = pooled.lane
+        if lane.failure is not None:
+            return
+        with trio.move_on_after(REPLY_TIMEOUT_SECS) as scope:
+            try:
+                await lane.wait_settled()
+                pooled.replies.clear()
+                request_id, session_id = pooled.request or (0, 0)
+                pooled.request = None
+                lane.machine.stop()
+                kind = MessageKind.STOP
+                place = await pooled.handle(
+                    Message(kind, default_state(kind), request_id=request_id, session_id=session_id)
+                )
+                await place.wait()
+                lane.machine.stop_acknowledged()
+                lane.machine.release()
+            except StageError:
+                pass  # the lane has ended, which `watch` sees
+        if scope.cancelled_caught:
+            lane.fail(LaneLost(f"no answer to Stop within {REPLY_TIMEOUT_SECS:g} s"))

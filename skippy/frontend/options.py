@@ -1,0 +1,50 @@
+"""What a host may set on the HTTP side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from skippy.telemetry import Telemetry
+
+MIB = 1024 * 1024
+
+
+def _at_least_one(_: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{attribute.name} is {value}; it must be at least 1")
+
+
+def _above_zero(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{attribute.name} is {value}; it must be above 0")
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class FrontendOptions:
+    """Settings of the OpenAI endpoint.
+
+    Attributes:
+        model_id: the name clients must ask for; None takes the generator's.
+        default_max_tokens: tokens to generate when a request names no limit; None is the rest of the context.
+        max_body_bytes: request bodies larger than this are answered with 413.
+        body_timeout_secs: how long a client may take to send its body (408 after that).
+        stall_timeout_secs: a client that takes nothing for this long loses its generation and connection.
+        event_buffer: events that may wait between a generation and its response writer.
+        template_cpu_secs: processor time of one template rendering, which may take five times that in all.
+        template_memory_bytes: address space of the template worker process.
+        max_prompt_bytes: size of a rendered prompt, in bytes of UTF-8.
+        telemetry: where trace points go; None drops them.
+    """
+
+    model_id: str | None = None
+    default_max_tokens: int | None = attrs.field(default=None, validator=_at_least_one)
+    max_body_bytes: int = attrs.field(default=4 * MIB, validator=_at_least_one)
+    body_timeout_secs: float = attrs.field(default=30.0, validator=_above_zero)
+    stall_timeout_secs: float = attrs.field(default=10.0, validator=_above_zero)
+    event_buffer: int = attrs.field(default=16, validator=_at_least_one)
+    template_cpu_secs: float = attrs.field(default=2.0, validator=_above_zero)
+    template_memory_bytes: int = attrs.field(default=512 * MIB, validator=_at_least_one)
+    max_prompt_bytes: int = attrs.field(default=4 * MIB, validator=_at_least_one)
+    telemetry: Telemetry | None = None

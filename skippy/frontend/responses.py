@@ -1,0 +1,125 @@
+"""The JSON of answers: whole completions, stream chunks and server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any, Protocol
+
+from .errors import ApiError
+from .generation import FinishReason
+from .running import Usage
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def dump(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    return event(error.envelope())
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+class ResponseShape(Protocol):
+    """How one route words its answer. One instance per response: all its chunks have the same id and time."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that come before the text."""
+
+    def delta(self, text: str) -> dict[str, Any]: ...
+
+    def finish(self, reason: FinishReason | None) -> dict[str, Any]: ...
+
+    def usage(self, usage: Usage) -> dict[str, Any]: ...
+
+    def whole(self, text: str, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+
+
+class _Shape:
+    prefix = ""
+    chunk_object = ""
+    whole_object = ""
+
+    def __init__(self, model: str, *, include_usage: bool = False) -> None:
+        self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._include_usage = include_usage
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+        # With include_usage every chunk has the member, null in all but the last.
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        return {**self._chunk([]), "usage": usage_object(usage)}
+
+    def _whole(self, choice: dict[str, Any], usage: Usage) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": self.whole_object,
+            "choices": [choice],
+            "usage": usage_object(usage),
+        }
+
+
+class ChatShape(_Shape):
+    """``/v1/chat/completions``."""
+
+    prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def _choice(self, delta: dict[str, Any], reason: FinishReason | None = None) -> dict[str, Any]:
+        return self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}])
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [self._choice({"role": "assistant", "content": ""})]
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return self._choice({"content": text})
+
+    def finish(self, reason: FinishReason | None) -> dict[str, Any]:
+        return self._choice({}, reason)
+
+    def whole(self, text: str, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._whole({"index": 0, "message": message, "logprobs": None, "finish_reason": reason}, usage)
+
+
+class CompletionShape(_Shape):
+    """``/v1/completions``."""
+
+    prefix = "cmpl-"
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
+
+    def _choice(self, text: str, reason: FinishReason | None = None) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return self._chunk([self._choice(text)])
+
+    def finish(self, reason: FinishReason | None) -> dict[str, Any]:
+        return self._chunk([self._choice("", reason)])
+
+    def whole(self, text: str, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
+        return self._whole(self._choice(text, reason), usage)

@@ -1,0 +1,165 @@
+"""One generation as a task: tokens in, text events out through a bounded channel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import attrs
+import trio
+
+from skippy.engine import Vocabulary
+
+from .errors import ApiError, from_generation_error, internal_error
+from .generation import FinishReason, GenerationError, GenerationRequest, Generator
+from .text import Detokeniser, StopMatcher
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["running", "completed", "failed", "cancelled", "stalled"]
+
+_SHUTTING_DOWN: Final = "the server is shutting down"
+
+
+@attrs.frozen(slots=True)
+class Usage:
+    """Token counts of a finished generation.
+
+    ``completion_tokens`` counts every generated token, also those whose text a stop string swallowed, but not
+    the end-of-generation token.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class GenerationTask:
+    """Owns one generation from lane to last token.
+
+    Start :meth:`run` in the nursery of the client's connection, wait for :meth:`started`, then read
+    :attr:`events` to their end and look at :attr:`error` and :attr:`finish_reason`. The lane is free as soon
+    as the generation ends, whether or not its events have been read.
+
+    Args:
+        stall_secs: a reader that leaves a full channel alone for this long loses the generation.
+        buffer: events the channel holds.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        request: GenerationRequest,
+        stops: Sequence[str],
+        *,
+        stall_secs: float,
+        buffer: int,
+    ) -> None:
+        self._generator = generator
+        self._request = request
+        self._vocabulary: Vocabulary = generator.vocabulary
+        self._detokeniser = Detokeniser()
+        self._matcher = StopMatcher(stops)
+        self._stall_secs = stall_secs
+        self._send, self._receive = trio.open_memory_channel[str](buffer)
+        self._scope = trio.CancelScope()
+        self._started = trio.Event()
+        self._generated = 0
+        self.outcome: Outcome = "running"
+        self.finish_reason: FinishReason | None = None
+        self.error: ApiError | None = None
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self._request.prompt), self._generated)
+
+    async def started(self) -> None:
+        """Wait for the first token, or for the end if there is none.
+
+        Raises:
+            ApiError: the generation failed before its first token.
+        """
+        await self._started.wait()
+        if self.error is not None and self._generated == 0:
+            raise self.error
+
+    @property
+    def events(self) -> trio.MemoryReceiveChannel[str]:
+        """Pieces of text, none of them empty. Ends when the generation has ended, however it did."""
+        return self._receive
+
+    def shut_down(self) -> None:
+        """End the generation with an error that says why. Does not wait."""
+        if self.outcome == "running":
+            self.error = ApiError(_SHUTTING_DOWN, status=503)
+            self._scope.cancel()
+
+    async def run(self) -> None:
+        """Run to the end. Never raises but for cancellation from outside; that frees the lane too."""
+        try:
+            with self._scope:
+                await self._generate()
+            if self.outcome == "running":
+                self.outcome = "cancelled"
+        except Exception as error:
+            known = _generation_error(error)
+            if known is None:
+                logger.error("a generation failed", exc_info=error)
+            self.outcome, self.error = "failed", from_generation_error(known) if known else internal_error()
+        finally:
+            if self.outcome == "running":
+                self.outcome = "cancelled"
+            if self.outcome == "cancelled" and self.error is None:
+                self.error = ApiError("the request was cancelled", status=500, code="cancelled")
+            self._started.set()
+            self._send.close()
+
+    async def _generate(self) -> None:
+        async with self._generator.generate(self._request) as stream:
+            async for token in stream:
+                self._generated += 1
+                self._started.set()
+                text = self._detokeniser.feed(self._vocabulary.piece(token))
+                if not await self._emit(self._matcher.feed(text)):
+                    return
+                if self._matcher.stopped:
+                    break
+            if not self._matcher.stopped:
+                self.finish_reason = stream.finish_reason
+        if not self._matcher.stopped:
+            rest = self._matcher.feed(self._detokeniser.finish()) + self._matcher.finish()
+            if not await self._emit(rest):
+                return
+        if self._matcher.stopped:
+            self.finish_reason = "stop"
+        if self.finish_reason is None:
+            raise RuntimeError("the token stream ended without a finish reason")
+        self.outcome = "completed"
+
+    async def _emit(self, text: str) -> bool:
+        """Hand over a piece of text; False if the reader has stalled or is gone: the generation must end."""
+        if not text:
+            return True
+        try:
+            self._send.send_nowait(text)
+            return True
+        except trio.WouldBlock:
+            pass
+        except trio.BrokenResourceError:
+            self.outcome = "cancelled"
+            return False
+        with trio.move_on_after(self._stall_secs):
+            await self._send.send(text)
+            return True
+        self.outcome = "stalled"
+        self.error = ApiError("the client stopped reading its stream", status=408)
+        return False
+
+
+def _generation_error(error: BaseException) -> GenerationError | None:
+    """The generation's own error, also out of the groups that nurseries wrap errors in."""
+    if isinstance(error, GenerationError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_generation_error, error.exceptions)), None)
+    return None

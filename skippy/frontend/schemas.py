@@ -1,0 +1,265 @@
+"""Request bodies of the chat and completions routes, parsed strictly.
+
+Every field is honoured, accepted because it cannot change the answer, or refused by name. Nothing is
+ignored: an unknown field is an error that suggests the nearest known one.
+Field names and meanings: OpenAI's API reference; extensions are llama.cpp's names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import attrs
+
+from skippy.protocol import SamplingConfig
+
+from .errors import ApiError
+from .fields import Fields, describe
+from .sampling import I32_MAX, parse_sampling
+from .strict_json import parse_object
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 1024
+
+Role = Literal["system", "user", "assistant"]
+
+_ROLES: Final[dict[str, Role]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+@attrs.frozen(slots=True)
+class ChatMessage:
+    """One message: text only. ``developer`` has become ``system``; text parts are joined by newlines."""
+
+    role: Role
+    content: str
+    name: str | None = None
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class CommonRequest:
+    """What chat and completions share.
+
+    Attributes:
+        model: as the client spelled it; not checked here.
+        stream: whether the answer is a stream of server-sent events.
+        include_usage: whether a stream ends with a usage chunk.
+        stop: texts that end the generation; they are not part of the answer.
+        max_tokens: tokens to generate at most, or None for the server's default.
+        sampling: enabled sampling block.
+    """
+
+    model: str
+    stream: bool
+    include_usage: bool
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    sampling: SamplingConfig
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class ChatRequest(CommonRequest):
+    messages: tuple[ChatMessage, ...]
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class CompletionRequest(CommonRequest):
+    """``prompt`` is text, or token ids that are taken as they are."""
+
+    prompt: str | tuple[int, ...]
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """The body of ``POST /v1/chat/completions``.
+
+    Raises:
+        ApiError: 400, with ``param`` where one field is at fault.
+    """
+    fields = Fields(parse_object(body))
+    common = _common(fields, ("max_completion_tokens", "max_tokens"))
+    _refuse_chat_features(fields)
+    messages = fields.array("messages")
+    if not messages:
+        raise fields.error("messages", "is missing or empty; at least one message is needed")
+    parsed = tuple(_message(Fields.of(value, f"messages[{i}]")) for i, value in enumerate(messages))
+    fields.refuse_unknown()
+    return ChatRequest(messages=parsed, **common)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """The body of ``POST /v1/completions``.
+
+    Raises:
+        ApiError: 400, with ``param`` where one field is at fault.
+    """
+    fields = Fields(parse_object(body))
+    common = _common(fields, ("max_tokens",))
+    fields.accept_only("best_of", (1,), "one completion is generated per request")
+    fields.accept_only("echo", (False,), "the prompt is not repeated in the answer")
+    fields.accept_only("suffix", ("",), "text is only generated after the prompt")
+    fields.accept_only("logprobs", (False,), "log probabilities are not returned")
+    prompt = _prompt(fields)
+    fields.refuse_unknown()
+    return CompletionRequest(prompt=prompt, **common)
+
+
+def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
+    """Constructor arguments for :class:`CommonRequest`; the first given limit wins."""
+    model = fields.text("model")
+    if not model:
+        raise fields.error("model", "is missing; GET /v1/models lists what is served")
+    limits = [fields.integer(name, 1, I32_MAX) for name in limit_names]
+    count = fields.integer("n", 0, I32_MAX)
+    if count == 0:
+        raise fields.error("n", "is 0; it must be 1")
+    fields.accept_only("n", (1,), "one choice is generated per request, so n must be 1")
+    stream = fields.boolean("stream")
+    include_usage = _stream_options(fields, stream)
+    fields.text("user")
+    return {
+        "model": model,
+        "stream": stream,
+        "include_usage": include_usage,
+        "stop": _stops(fields),
+        "max_tokens": next((limit for limit in limits if limit is not None), None),
+        "sampling": parse_sampling(fields),
+    }
+
+
+def _stream_options(fields: Fields, stream: bool) -> bool:
+    value = fields.get("stream_options")
+    if value is None:
+        return False
+    options = Fields.of(value, "stream_options")
+    include_usage = options.boolean("include_usage")
+    options.accept_only("include_obfuscation", (False,), "chunks are not padded")
+    options.refuse_unknown()
+    if not stream:
+        raise fields.error("stream_options", "is only allowed when stream is true")
+    return include_usage
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise fields.error("stop", f"must be a string or an array of strings, not {describe(value)}")
+    if len(stops) > MAX_STOPS:
+        raise fields.error("stop", f"has {len(stops)} entries; at most {MAX_STOPS} are allowed")
+    for index, stop in enumerate(stops):
+        name = "stop" if isinstance(value, str) else f"stop[{index}]"
+        if not isinstance(stop, str):
+            raise fields.error(name, f"must be a string, not {describe(stop)}")
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise fields.error(name, f"must be 1 to {MAX_STOP_CHARACTERS} characters long")
+    return tuple(stops)
+
+
+def _refuse_chat_features(fields: Fields) -> None:
+    """Accept what cannot change the answer, refuse the rest by name."""
+    fields.accept_only("logprobs", (False,), "log probabilities are not returned")
+    fields.accept_only("top_logprobs", (), "log probabilities are not returned")
+    fields.accept_only("tools", ([],), "tool calls are not parsed")
+    fields.accept_only("functions", ([],), "tool calls are not parsed")
+    # Without tools "auto" means "none".
+    fields.accept_only("tool_choice", ("none", "auto"), "tool calls are not parsed")
+    fields.accept_only("function_call", ("none", "auto"), "tool calls are not parsed")
+    fields.boolean("parallel_tool_calls")
+    fields.accept_only("response_format", ({"type": "text"},), "only {'type': 'text'} is produced")
+    fields.accept_only("modalities", (["text"],), "only text is produced")
+    fields.accept_only("audio", (), "only text is produced")
+    fields.accept_only("prediction", (), "predicted outputs are not used")
+    fields.accept_only("moderation", (), "no moderation is done")
+    fields.accept_only("web_search_options", (), "there is no web search")
+    fields.accept_only("reasoning_effort", ("none",), "reasoning is not controlled")
+    fields.accept_only("verbosity", ("medium",), "verbosity is not controlled")
+    fields.accept_only("store", (False,), "completions are not stored")
+    fields.accept_only("service_tier", ("auto", "default"), "there is one service tier")
+    fields.accept_only("prompt_cache_options", (), "prompt caching cannot be controlled")
+    fields.accept_only("prompt_cache_retention", ("in_memory",), "prompts are never kept for longer")
+    fields.text("prompt_cache_key")
+    fields.text("safety_identifier")
+    if fields.is_given("metadata"):
+        metadata = fields.get("metadata")
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise fields.error("metadata", "must be an object whose values are strings")
+
+
+def _message(fields: Fields) -> ChatMessage:
+    role_name = fields.text("role")
+    role = _ROLES.get(role_name or "")
+    if role is None:
+        known = ", ".join(_ROLES)
+        if role_name in ("tool", "function"):
+            text = f"is {role_name!r}, which is not supported: tool calls are not parsed; use one of {known}"
+            raise fields.error("role", text, code="unsupported_model_feature")
+        shown = "missing" if role_name is None else repr(role_name[:40])
+        raise fields.error("role", f"is {shown}; it must be one of {known}")
+    name = fields.text("name")
+    content = _content(fields, role)
+    for feature in ("audio", "refusal", "function_call"):
+        fields.accept_only(feature, (), "messages carry text only")
+    fields.accept_only("tool_calls", ([],), "tool calls are not parsed")
+    fields.refuse_unknown()
+    return ChatMessage(role, content, name)
+
+
+def _content(fields: Fields, role: Role) -> str:
+    value = fields.get("content")
+    if isinstance(value, str):
+        return value
+    if value is None:
+        if role == "assistant":
+            return ""
+        raise fields.error("content", "is missing; a string or an array of text parts is needed")
+    if not isinstance(value, list):
+        raise fields.error("content", f"must be a string or an array of parts, not {describe(value)}")
+    return "\n".join(
+        _text_part(Fields.of(part, f"{fields.path('content')}[{index}]")) for index, part in enumerate(value)
+    )
+
+
+def _text_part(fields: Fields) -> str:
+    kind = fields.text("type")
+    if kind != "text":
+        shown = "is missing" if kind is None else f"is {kind[:40]!r}, which is not supported"
+        code = "" if kind is None else "unsupported_model_feature"
+        raise fields.error("type", f"{shown}; only parts of type 'text' are taken", code=code)
+    text = fields.text("text")
+    if text is None:
+        raise fields.error("text", "is missing")
+    fields.refuse_unknown()
+    return text
+
+
+def _prompt(fields: Fields) -> str | tuple[int, ...]:
+    value = fields.get("prompt")
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        found = "missing" if value is None else describe(value)
+        raise fields.error("prompt", f"must be a string or an array of token ids; it is {found}")
+    if any(isinstance(item, str | list) for item in value):
+        text = "is a list of several prompts, which is not supported; send one request for each"
+        raise fields.error("prompt", text, code="unsupported_model_feature")
+    for index, item in enumerate(value):
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= I32_MAX:
+            raise fields.error(f"prompt[{index}]", "must be a token id")
+    if not value:
+        raise fields.error("prompt", "is empty; at least one token id is needed")
+    return tuple(value)
+
+
+def check_model(model: str, served: str) -> None:
+    """Raise the 404 of an unknown model."""
+    if model != served:
+        message = f"the model {model[:200]!r} does not exist here; this server has {served!r}"
+        raise ApiError(message, status=404, param="model", code="model_not_found")

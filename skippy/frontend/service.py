@@ -1,0 +1,187 @@
+"""Chat and completion requests, from raw body to response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Final, TypeVar
+
+import attrs
+import trio
+from quart import Response
+
+from skippy.telemetry import NULL_TELEMETRY, names
+
+from .errors import ApiError
+from .generation import GenerationRequest, Generator
+from .options import FrontendOptions
+from .prompting import PromptBuilder, check_token_ids
+from .responses import DONE_EVENT, ChatShape, CompletionShape, ResponseShape, dump, error_event, event
+from .running import GenerationTask
+from .schemas import CommonRequest, check_model, parse_chat, parse_completion
+from .templates import TemplateRenderer
+
+R = TypeVar("R", bound=CommonRequest)
+
+# Larger bodies are parsed in a thread, so that they hold up nobody's stream.
+_INLINE_PARSE_BYTES: Final = 64 * 1024
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class Caller:
+    """Who asks: the nursery of the connection, and the request's id."""
+
+    nursery: trio.Nursery
+    request_id: str
+
+
+class CompletionService:
+    """Serves the two generating routes.
+
+    A generation runs as a task in the nursery of its client's connection, so it ends when the client leaves.
+    """
+
+    def __init__(self, generator: Generator, options: FrontendOptions) -> None:
+        self._generator = generator
+        self._options = options
+        self._telemetry = options.telemetry or NULL_TELEMETRY
+        self._parse_limiter = trio.CapacityLimiter(1)
+        self._running: set[GenerationTask] = set()
+        self._closing = False
+        self.model_id = options.model_id or generator.model_id
+        self.renderer = TemplateRenderer(
+            cpu_secs=options.template_cpu_secs,
+            memory_bytes=options.template_memory_bytes,
+            max_output_bytes=options.max_prompt_bytes,
+        )
+        self._prompts = PromptBuilder(generator.vocabulary, self.renderer, self._telemetry)
+
+    @property
+    def ready(self) -> bool:
+        return self._generator.ready and not self._closing
+
+    def shut_down(self) -> None:
+        """End all generations with an error; refuse new ones. Does not wait."""
+        self._closing = True
+        for task in self._running:
+            task.shut_down()
+
+    async def chat(self, body: bytes, caller: Caller) -> Response:
+        """Answer ``POST /v1/chat/completions``.
+
+        Raises:
+            ApiError: anything that goes wrong before the first token.
+        """
+        request = await self._parse(parse_chat, body)
+        prompt = await self._prompts.chat(request.messages)
+        shape = ChatShape(self.model_id, include_usage=request.include_usage)
+        return await self._answer(request, prompt, "messages", shape, caller)
+
+    async def completion(self, body: bytes, caller: Caller) -> Response:
+        """Answer ``POST /v1/completions``. Raises as :meth:`chat` does."""
+        request = await self._parse(parse_completion, body)
+        if isinstance(request.prompt, str):
+            prompt = await self._prompts.text(request.prompt)
+        else:
+            check_token_ids(request.prompt, self._generator.vocabulary)
+            prompt = list(request.prompt)
+        shape = CompletionShape(self.model_id, include_usage=request.include_usage)
+        return await self._answer(request, prompt, "prompt", shape, caller)
+
+    async def _parse(self, parse: Callable[[bytes], R], body: bytes) -> R:
+        if len(body) <= _INLINE_PARSE_BYTES:
+            request = parse(body)
+        else:
+            request = await trio.to_thread.run_sync(parse, body, limiter=self._parse_limiter)
+        check_model(request.model, self.model_id)
+        size = self._generator.vocabulary.size
+        for token, _ in request.sampling.logit_bias:
+            if token >= size:
+                text = f"logit_bias has token id {token}; this model's token ids are 0 to {size - 1}"
+                raise ApiError(text, param="logit_bias")
+        return request
+
+    def _generation_request(self, request: CommonRequest, prompt: list[int], param: str) -> GenerationRequest:
+        if not prompt:
+            raise ApiError("the prompt has no tokens", param=param)
+        context = self._generator.context_length
+        room = context - len(prompt)
+        if room < 1:
+            text = f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {context}"
+            raise ApiError(text, param=param, code="context_length_exceeded")
+        wanted = request.max_tokens or self._options.default_max_tokens or room
+        return GenerationRequest(prompt=prompt, max_tokens=min(wanted, room), sampling=request.sampling)
+
+    async def _answer(
+        self, request: CommonRequest, prompt: list[int], param: str, shape: ResponseShape, caller: Caller
+    ) -> Response:
+        if self._closing:
+            raise ApiError("the server is shutting down", status=503)
+        task = GenerationTask(
+            self._generator,
+            self._generation_request(request, prompt, param),
+            request.stop,
+            stall_secs=self._options.stall_timeout_secs,
+            buffer=self._options.event_buffer,
+        )
+        caller.nursery.start_soon(self._own, task, request, caller)
+        await task.started()
+        if request.stream:
+            body = _stream(task, shape, include_usage=request.include_usage)
+            response = Response(body, content_type="text/event-stream; charset=utf-8")
+            response.headers["cache-control"] = "no-cache"
+        else:
+            text = "".join([piece async for piece in task.events])
+            if task.error is not None:
+                raise task.error
+            whole = shape.whole(text, task.finish_reason, task.usage)
+            response = Response(dump(whole), content_type="application/json")
+        response.timeout = None
+        return response
+
+    async def _own(self, task: GenerationTask, request: CommonRequest, caller: Caller) -> None:
+        """The generation's task: run it, and account for it on every path."""
+        self._running.add(task)
+        with self._telemetry.span(
+            names.STAGE_OPENAI_GENERATION_SUMMARY, request_id=caller.request_id
+        ) as span:
+            try:
+                await task.run()
+            finally:
+                self._running.discard(task)
+                usage = task.usage
+                span["status"] = task.outcome
+                self._telemetry.emit(
+                    names.STAGE_OPENAI_REQUEST_SUMMARY,
+                    request_id=caller.request_id,
+                    status=task.outcome,
+                    stream=request.stream,
+                    finish_reason=task.finish_reason,
+                    prompt_tokens=usage.prompt_tokens,
+                    completion_tokens=usage.completion_tokens,
+                    cached_tokens=0,
+                )
+                if task.outcome in ("stalled", "cancelled"):
+                    how = "receiver_stalled" if task.outcome == "stalled" else "receiver_dropped"
+                    self._telemetry.emit(
+                        names.STAGE_OPENAI_STREAM_LANE_FREED, request_id=caller.request_id, outcome=how
+                    )
+
+
+async def _stream(task: GenerationTask, shape: ResponseShape, *, include_usage: bool) -> AsyncIterator[bytes]:
+    """Server-sent events of a started generation. Holds nothing that would need an await to let go."""
+    opening = b"".join(event(chunk) for chunk in shape.opening())
+    if opening:
+        yield opening
+    async for text in task.events:
+        frames = [event(shape.delta(text))]
+        # Whatever else is waiting goes out in the same write.
+        while task.events.statistics().current_buffer_used:
+            frames.append(event(shape.delta(task.events.receive_nowait())))
+        yield b"".join(frames)
+    if task.error is not None:
+        yield error_event(task.error) + DONE_EVENT
+        return
+    closing = event(shape.finish(task.finish_reason))
+    if include_usage:
+        closing += event(shape.usage(task.usage))
+    yield closing + DONE_EVENT

@@ -1,0 +1,46 @@
+"""What is on disk: GGUF headers, slices, families' rules, the slice cache.
+
+Never here: trio, llama.cpp, anything that computes.
+"""
+
+from skippy.models.cache import default_cache_dir, ensure_slice
+from skippy.models.errors import (
+    GGUFError,
+    LayerRangeError,
+    ModelError,
+    SliceWriteError,
+    UnsupportedArchitectureError,
+)
+from skippy.models.families import FAMILIES, Family, family_of
+from skippy.models.gguf import GGUFHeader, LazyArray, Metadata, TensorInfo, ValueType
+from skippy.models.info import ModelSummary, SliceInfo, inspect_model
+from skippy.models.plan import RULES_VERSION, SlicePlan, plan_slice, slice_bytes
+from skippy.models.slicer import Progress, file_sha256, write_slice
+
+__all__ = [
+    "FAMILIES",
+    "RULES_VERSION",
+    "Family",
+    "GGUFError",
+    "GGUFHeader",
+    "LayerRangeError",
+    "LazyArray",
+    "Metadata",
+    "ModelError",
+    "ModelSummary",
+    "Progress",
+    "SliceInfo",
+    "SlicePlan",
+    "SliceWriteError",
+    "TensorInfo",
+    "UnsupportedArchitectureError",
+    "ValueType",
+    "default_cache_dir",
+    "ensure_slice",
+    "family_of",
+    "file_sha256",
+    "inspect_model",
+    "plan_slice",
+    "slice_bytes",
+    "write_slice",
+]

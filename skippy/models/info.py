@@ -1,0 +1,252 @@
+"""What a model file or a slice says about itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+from skippy.models.errors import GGUFError, UnsupportedArchitectureError, show
+from skippy.models.families import family_of
+from skippy.models.gguf import GGUFHeader, LazyArray
+
+SLICE_PREFIX = "skippy.slice."
+_INT32 = (1 << 31) - 1  # llama.cpp counts tokens in 32 bits
+_MAX_WIDTH = 1 << 20  # the widest real models have some 20 000
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
+
+
+def split_layer_name(name: str) -> tuple[int, str] | None:
+    """``blk.7.attn_q.weight`` as ``(7, "attn_q.weight")``; None for tensors outside the layers."""
+    match = _LAYER_TENSOR.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def layer_count(header: GGUFHeader) -> int:
+    """Layers of the file, spare ones included, without those for multi-token prediction.
+
+    Raises:
+        GGUFError: the count is missing, zero, or larger than the tensors in the file allow.
+    """
+    architecture = header.text("general.architecture")
+    blocks = header.count(f"{architecture}.block_count")
+    count = blocks - header.count(f"{architecture}.nextn_predict_layers", 0)
+    if not 0 < count <= blocks <= len(header.tensors):
+        raise GGUFError(header.path, f"{blocks} layers do not fit a file with {len(header.tensors)} tensors")
+    return count
+
+
+def refuse_shards(header: GGUFHeader) -> None:
+    """Raise GGUFError for one file of a model that is spread over several."""
+    shards = header.count("split.count", 1)
+    if shards > 1:
+        raise GGUFError(
+            header.path,
+            f"one of {shards} files of a sharded model, which is not supported; "
+            "merge them first (llama-gguf-split --merge)",
+        )
+
+
+def vocabulary_size(header: GGUFHeader) -> int:
+    """Entries of the tokenizer, else the metadata's ``vocab_size``, else 0."""
+    tokens = header.value("tokenizer.ggml.tokens")
+    if isinstance(tokens, LazyArray):
+        return len(tokens)
+    size = header.count(f"{header.text('general.architecture')}.vocab_size", 0)
+    if size > _INT32:
+        raise GGUFError(header.path, f"damaged: a vocabulary of {size} tokens")
+    return size
+
+
+def hidden_size(header: GGUFHeader) -> int:
+    """Values per token between layers; GGUFError unless it is a sensible number."""
+    size = header.count(f"{header.text('general.architecture')}.embedding_length")
+    if not 0 < size <= _MAX_WIDTH:
+        raise GGUFError(header.path, f"damaged: an embedding length of {size}")
+    return size
+
+
+def is_tied(header: GGUFHeader) -> bool:
+    """Whether the head uses the token embedding's weights (there is no ``output.weight``)."""
+    return "output.weight" not in header.tensors
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class SliceInfo:
+    """A file that one stage can load: a whole model, or a slice of one.
+
+    Attributes:
+        path: the file.
+        architecture: ``general.architecture``.
+        layer_start, layer_end: real layers ``[start, end)`` in the whole model's numbering.
+        layer_count: layers of the whole model.
+        spare_layers: all-zero layers behind the real ones, never to be computed.
+        hidden_size: f32 values per row at a boundary.
+        context_length: positions the model was trained for; 0 when the file does not say.
+        vocab_size: tokens of the whole model, also for slices without a vocabulary.
+        boundary_node: graph node of the output boundary, numbered as in this file; None on a last slice.
+        tied: the whole model's head shares the token embedding's weights.
+        source_sha256: hash of the file a slice was cut from; None for a whole model.
+        file_bytes: the file's length; a sparse file takes less on disk.
+    """
+
+    path: Path
+    architecture: str
+    layer_start: int
+    layer_end: int
+    layer_count: int
+    spare_layers: int
+    hidden_size: int
+    context_length: int
+    vocab_size: int
+    boundary_node: str | None
+    tied: bool
+    source_sha256: str | None
+    file_bytes: int
+
+    @property
+    def own_layers(self) -> int:
+        """Real layers in the file."""
+        return self.layer_end - self.layer_start
+
+    @property
+    def is_first(self) -> bool:
+        return self.layer_start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layer_end == self.layer_count
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_first and self.is_last
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> SliceInfo:
+        """Read what ``path`` is.
+
+        Raises:
+            GGUFError: not a readable GGUF, a shard, or slice keys that contradict each other.
+        """
+        return cls.from_header(GGUFHeader.read(path))
+
+    @classmethod
+    def from_header(cls, header: GGUFHeader) -> SliceInfo:
+        """As :meth:`from_file`, for a header already read."""
+        refuse_shards(header)
+        architecture = header.text("general.architecture")
+        count = layer_count(header)
+        start, end, total, spare, sha256 = 0, count, count, 0, None
+        vocab, tied, boundary = vocabulary_size(header), is_tied(header), ""
+        if is_slice(header):
+            start, end, total, spare = (
+                header.count(SLICE_PREFIX + key)
+                for key in ("layer_start", "layer_end", "layer_count", "spare_layers")
+            )
+            vocab = header.count(SLICE_PREFIX + "vocab_size")
+            tied = bool(header.value(SLICE_PREFIX + "tied"))
+            boundary = header.text(SLICE_PREFIX + "boundary")
+            sha256 = header.text(SLICE_PREFIX + "source_sha256")
+            if (
+                not 0 <= start < end <= total
+                or end - start + spare != count
+                or (end == total) != (not boundary)
+            ):
+                raise GGUFError(
+                    header.path,
+                    f"damaged: says it is a slice {start}:{end} of {total} layers with {spare} spare layers "
+                    f"and boundary {show(boundary)}, but has {count} layers",
+                )
+        return cls(
+            path=header.path,
+            architecture=architecture,
+            layer_start=start,
+            layer_end=end,
+            layer_count=total,
+            spare_layers=spare,
+            hidden_size=hidden_size(header),
+            context_length=header.count(f"{architecture}.context_length", 0),
+            vocab_size=vocab,
+            boundary_node=boundary or None,
+            tied=tied,
+            source_sha256=sha256,
+            file_bytes=header.file_size,
+        )
+
+
+def is_slice(header: GGUFHeader) -> bool:
+    """Whether the file was written by skippy's slicer."""
+    return SLICE_PREFIX + "layer_start" in header.metadata
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class ModelSummary:
+    """What ``skippy inspect`` shows.
+
+    Attributes:
+        slice: identity, layer range and sizes of the file.
+        name: ``general.name``, or the file's stem; printable, at most 200 characters.
+        parameters: weights in the file.
+        quantisation: bytes of tensor data by ggml type name, largest first.
+        bytes_per_layer: tensor bytes of each layer in the file, spare layers included.
+        other_bytes: tensor bytes outside the layers (embedding, norms, head).
+        unsplittable: why the model cannot be split, or None when it can.
+    """
+
+    slice: SliceInfo
+    name: str
+    parameters: int
+    quantisation: Mapping[str, int]
+    bytes_per_layer: tuple[int, ...]
+    other_bytes: int
+    unsplittable: str | None
+
+
+def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
+    """Summarise a model file or slice from its header alone.
+
+    Raises:
+        GGUFError: as :meth:`SliceInfo.from_file`.
+    """
+    header = GGUFHeader.read(path)
+    info = SliceInfo.from_header(header)
+    layers = [0] * layer_count(header)
+    kinds: Counter[str] = Counter()
+    other = 0
+    for tensor in header.tensors.values():
+        kinds[tensor.type_name] += tensor.nbytes
+        place = split_layer_name(tensor.name)
+        if place is not None and place[0] < len(layers):
+            layers[place[0]] += tensor.nbytes
+        else:
+            other += tensor.nbytes
+    return ModelSummary(
+        slice=info,
+        name=_printable(header.text("general.name", header.path.stem)),
+        parameters=sum(tensor.elements for tensor in header.tensors.values()),
+        quantisation=dict(kinds.most_common()),
+        bytes_per_layer=tuple(layers),
+        other_bytes=other,
+        unsplittable=_why_not(header, info),
+    )
+
+
+def _printable(text: str) -> str:
+    """A name from a file, safe for a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text[:200])
+
+
+def _why_not(header: GGUFHeader, info: SliceInfo) -> str | None:
+    if is_slice(header):
+        return f"already a slice, layers {info.layer_start}:{info.layer_end} of {info.layer_count}"
+    if info.layer_count < 2:
+        return "it has a single layer"
+    try:
+        family_of(header)
+    except UnsupportedArchitectureError as error:
+        return str(error)
+    return None

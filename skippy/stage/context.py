@@ -1,0 +1,119 @@
+"""What every part of one stage shares: who it is, whom it talks to, and its services."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+from collections.abc import Callable
+
+import attrs
+import structlog
+
+from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology
+from skippy.engine import EngineInfo
+from skippy.telemetry import Telemetry
+
+from .errors import StageStartError
+from .links import Transport
+from .returns import ReturnHub
+from .scheduler import Scheduler
+
+log = structlog.get_logger("skippy.stage")
+
+HANDSHAKE_SECS = 20.0
+"""How long a peer may take between connecting and being ready, or between accept and its first message."""
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class StageContext:
+    """Shared, read-only parts of one running stage.
+
+    Attributes:
+        downstream: endpoint of the next stage; None on the last one.
+        return_endpoint: where the last stage finds stage 0; None on every other stage and in a chain of one.
+        max_activation_bytes: largest activation one frame may carry into this stage.
+        connection_numbers: a number for each lane, for messages and telemetry.
+    """
+
+    config: StageConfig
+    options: StageOptions
+    scheduler: Scheduler
+    transport: Transport
+    telemetry: Telemetry
+    hub: ReturnHub
+    downstream: Endpoint | None
+    return_endpoint: Endpoint | None
+    max_activation_bytes: int
+    connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.scheduler.info
+
+    @property
+    def stage_index(self) -> int:
+        return self.config.stage_index
+
+    @property
+    def source_host(self) -> str | None:
+        """The address that outgoing connections come from: the one in ``bind_addr``, unless unspecified."""
+        bind = Endpoint.parse(self.config.bind_addr, allow_any_port=True)
+        return bind.host if is_ip_address(bind.host) and not bind.is_unspecified else None
+
+    @property
+    def token(self) -> bytes | None:
+        token = self.options.link_token
+        return None if token is None else token.encode()
+
+    @property
+    def reply_credit(self) -> int:
+        """Acknowledgements that may be outstanding downstream; 0 means each one is awaited."""
+        limit = self.options.reply_credit_limit
+        return limit if limit is not None else max(0, self.options.max_inflight - 1)
+
+
+def is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def find_neighbours(
+    config: StageConfig, topology: StageTopology | None, info: EngineInfo
+) -> tuple[Endpoint | None, Endpoint | None]:
+    """The endpoints of the next stage and, for a last stage, of stage 0.
+
+    ``config`` comes first; the topology fills in what it leaves out.
+
+    Raises:
+        StageStartError: a neighbour that the layer range calls for is not named anywhere.
+    """
+    peers = {} if topology is None else {s.stage_index: s.endpoint for s in topology.stages}
+    downstream = config.downstream.endpoint if config.downstream else peers.get(config.stage_index + 1)
+    if info.is_last and downstream is not None:
+        raise StageStartError(
+            f"{config.stage_id}: layers end at {config.layer_end}, the model's last, so there can be no "
+            f"downstream, but one is configured ({downstream})"
+        )
+    if not info.is_last and downstream is None:
+        raise StageStartError(
+            f"{config.stage_id}: layers {config.layer_start}:{config.layer_end} of {info.layer_count} need a "
+            "downstream stage; set `downstream` in the stage's configuration or give a topology"
+        )
+    stage_zero = None
+    if info.is_last and not info.is_first:
+        upstream = config.upstream
+        stage_zero = peers.get(0)
+        if stage_zero is None and upstream is not None and upstream.stage_index == 0:
+            stage_zero = upstream.endpoint
+        if stage_zero is None:
+            raise StageStartError(
+                f"{config.stage_id}: the last stage returns predictions straight to stage 0, but does not know "
+                "its endpoint; give a topology, or an `upstream` with stage_index 0"
+            )
+    return (
+        Endpoint.parse(downstream) if downstream else None,
+        Endpoint.parse(stage_zero) if stage_zero else None,
+    )

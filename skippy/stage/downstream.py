@@ -1,0 +1,119 @@
+"""The connection to the next stage: frames go down under credit, acknowledgements come back in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+import trio
+
+from skippy.protocol import (
+    Buffer,
+    CreditWindow,
+    Message,
+    MessageKind,
+    RemoteProtocolError,
+    Reply,
+    ReplyDecoder,
+    ReplyKind,
+    encode_frame,
+)
+from skippy.telemetry import Level, names
+
+from .context import StageContext
+from .framing import receive_reply
+from .links import Link, LinkClosed
+from .queues import SendQueue
+
+
+@attrs.frozen(slots=True)
+class _Frame:
+    buffers: list[Buffer]
+    kind: MessageKind
+    activation_bytes: int
+
+
+class Downstream:
+    """One connected downstream lane.
+
+    :meth:`write` and :meth:`read` are its two tasks; both raise when the connection ends, and the owner
+    then ends the lane. ``send`` and ``wait_drained`` are for the one task that executes the lane's messages.
+
+    Args:
+        window: the lane's credit for frames that an early ACK answers.
+    """
+
+    def __init__(self, context: StageContext, link: Link, window: CreditWindow) -> None:
+        self._context = context
+        self._link = link
+        self._width = context.info.output_width
+        self._queue: SendQueue[_Frame] = SendQueue(context.options.max_inflight)
+        self._window = window
+        self._acks: deque[tuple[bool, Callable[[Reply], None]]] = deque()
+        self._acked = trio.lowlevel.ParkingLot()
+
+    async def send(
+        self,
+        message: Message,
+        *,
+        credit: bool = False,
+        on_ack: Callable[[Reply], None] | None = None,
+        on_queued: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue a frame for the writer; waits for credit (where ``credit``) and for room in the queue.
+
+        ``on_ack`` is called with the acknowledgement; None says that the frame has none. ``on_queued`` is
+        called as the frame enters the queue. Cancelled while waiting, nothing was queued and nothing is owed.
+        """
+        if credit:
+            while not self._window.available:
+                await self._acked.park()
+        await self._queue.wait_room()
+        frame = _Frame(encode_frame(message, self._width), message.kind, len(message.activation))
+        if credit:
+            self._window.send()
+        if on_ack is not None:
+            self._acks.append((credit, on_ack))
+        if on_queued is not None:
+            on_queued()
+        self._queue.put(frame)
+        if credit and self._context.reply_credit == 0:
+            await self.wait_drained()
+        if not self._context.options.async_prefill_forward:
+            await self._queue.wait_flushed()
+
+    async def wait_drained(self) -> None:
+        """Wait until every acknowledgement owed so far has come."""
+        while self._acks:
+            await self._acked.park()
+
+    async def write(self) -> None:
+        """The writer task: the only one that sends on the link."""
+        while True:
+            frame = await self._queue.get()
+            with self._context.telemetry.span(
+                names.STAGE_BINARY_DOWNSTREAM_WRITE,
+                level=Level.DEBUG,
+                message_kind=frame.kind.name,
+                activation_bytes=frame.activation_bytes,
+            ):
+                await self._link.send(frame.buffers)
+            del frame  # a large activation must not outlive its sending
+
+    async def read(self) -> None:
+        """The acknowledgement reader: waits on nothing but its link."""
+        decoder = ReplyDecoder()
+        while (reply := await receive_reply(self._link, decoder)) is not None:
+            if reply.kind is not ReplyKind.ACK:
+                raise RemoteProtocolError(
+                    f"{self._link.peer} sent {reply.kind.name} where an ACK was expected"
+                )
+            if not self._acks:
+                raise RemoteProtocolError(f"{self._link.peer} sent an ACK that nothing was owed for")
+            credit, on_ack = self._acks.popleft()
+            if credit:
+                self._window.ack()
+            on_ack(reply)
+            self._acked.unpark_all()
+        raise LinkClosed(f"{self._link.peer} closed the connection")

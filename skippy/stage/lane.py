@@ -1,0 +1,392 @@
+"""Executes the messages of one upstream lane on this stage and passes them on.
+
+The same object serves a network peer (:mod:`skippy.stage.upstream`) and this process's own front end
+(:mod:`skippy.frontend.lanes`): whoever holds it hands in messages and gets a place in a reply stream for each
+reply that is owed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import attrs
+import trio
+
+from skippy.protocol import Lane as LaneMachine
+from skippy.protocol import (
+    Message,
+    MessageKind,
+    PredictionReturn,
+    ProtocolError,
+    RemoteProtocolError,
+    Reply,
+    ReplyStats,
+    UpstreamConnection,
+)
+from skippy.telemetry import Level, names
+
+from .context import HANDSHAKE_SECS, StageContext
+from .dialing import dial_stage
+from .downstream import Downstream
+from .errors import DownstreamUnavailable, LaneLost, RequestFailed, StageError
+from .framing import allocate
+from .links import Link, LinkClosed
+from .queues import PendingReply
+from .returns import ReturnStream
+from .session import StageSession
+
+_DATA = {
+    MessageKind.PREFILL_EMBD,
+    MessageKind.PREFILL_FINAL_EMBD,
+    MessageKind.DECODE_EMBD,
+    MessageKind.DECODE_READOUT,
+    MessageKind.DECODE_REPLAY_EMBD,
+    MessageKind.DECODE_REPLAY_FINAL_EMBD,
+}
+_RESTORES = {
+    MessageKind.PROBE_PREFILL,
+    MessageKind.RESTORE_PREFILL,
+    MessageKind.TRY_RESTORE_PREFILL,
+}
+
+
+class ReplySink(Protocol):
+    """Where a lane's owed replies go, in order."""
+
+    async def put(self, reply: PendingReply) -> None: ...
+
+
+class Lane:
+    """One lane through this stage.
+
+    :meth:`run` is its life and belongs to a nursery; :meth:`handle` is called by one task at a time. When
+    anything about the lane fails, everyone who waits on it gets the same LaneLost or RequestFailed.
+    """
+
+    def __init__(self, context: StageContext, replies: ReplySink) -> None:
+        self.number = context.connection_numbers()
+        self._context = context
+        self._replies = replies
+        self.machine = LaneMachine(max(1, context.reply_credit))
+        """What the lane is to whoever leases it; its credit window is this stage's window downstream."""
+        self._machine = UpstreamConnection()
+        self._session: StageSession | None = None
+        self._downstream: Downstream | None = None
+        self._return: ReturnStream | None = None
+        self._returns: PredictionReturn | None = None
+        self._return_opened = trio.Event()
+        self._return_scope: trio.CancelScope | None = None
+        self._predictions: deque[PendingReply] = deque()
+        self._owed: deque[PendingReply] = deque()
+        self._failure: StageError | None = None
+        self._ended = trio.Event()
+        self._scopes: set[trio.CancelScope] = set()
+        self._nursery: trio.Nursery | None = None
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Connect downstream, report started, then live until the lane fails, is closed, or is cancelled.
+
+        Raises DownstreamUnavailable before it has started. Afterwards failures are the lane's, not raised.
+        On leaving, on every path, the session is dropped and all links of the lane are closed.
+        """
+        try:
+            link = await self._dial_downstream()
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                if link is not None:
+                    self._downstream = Downstream(self._context, link, self.machine.credit)
+                    nursery.start_soon(self._guard, self._downstream.write, link.close)
+                    nursery.start_soon(self._guard, self._downstream.read, link.close)
+                task_status.started()
+                await self._ended.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self.fail(LaneLost("the lane is closed"))
+            self._drop_session()
+
+    async def _dial_downstream(self) -> Link | None:
+        context = self._context
+        if context.downstream is None:
+            return None
+        with context.telemetry.span(
+            names.STAGE_OPENAI_DOWNSTREAM_CONNECT, level=Level.SUMMARY, lane=self.number
+        ):
+            return await dial_stage(
+                context.transport,
+                context.downstream,
+                token=context.token,
+                source_host=context.source_host,
+                timeout_secs=context.options.downstream_connect_timeout_secs,
+            )
+
+    async def _guard(self, task: Callable[[], Awaitable[None]], close: Callable[[], None]) -> None:
+        """Run one of the lane's tasks; its end is the lane's end."""
+        try:
+            await task()
+        except (LinkClosed, ProtocolError, OSError) as exc:
+            self.fail(LaneLost(str(exc)))
+        finally:
+            close()
+
+    @property
+    def failure(self) -> StageError | None:
+        """Why the lane ended; None while it lives."""
+        return self._failure
+
+    def fail(self, failure: StageError) -> None:
+        """End the lane; the first failure stays. Never waits."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        self.machine.fail()
+        self.machine.retire()
+        self._machine.close()
+        if self._returns is not None:
+            self._returns.close()
+        self._ended.set()
+        for reply in [*self._owed, *self._predictions]:
+            reply.fail(failure)
+        self._owed.clear()
+        self._predictions.clear()
+        for scope in self._scopes:
+            scope.cancel()
+        if self._return_scope is not None:
+            self._return_scope.cancel()
+        self._context.hub.forget(self)
+
+    def close(self) -> None:
+        """End the lane in good order. Never waits."""
+        self.fail(LaneLost("the lane is closed"))
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
+
+    async def wait_settled(self) -> None:
+        """Wait until every acknowledgement and prediction owed so far has come.
+
+        Raises the lane's failure, or waits for ever, when the lane ends first: watch ``wait_ended`` beside it.
+        """
+        if self._downstream is not None:
+            await self._downstream.wait_drained()
+        for place in [*self._owed, *self._predictions]:
+            await place.wait()
+
+    # -- messages --------------------------------------------------------------------------------------
+
+    async def handle(self, message: Message) -> None:
+        """Execute one message; replies owed for it go to the sink.
+
+        Cancellation: the message may have run here and not further down; only ``Stop`` makes sense then.
+
+        Raises:
+            LaneLost, RequestFailed: the lane has ended, now or before, and why.
+        """
+        if self._failure is not None:
+            raise self._failure
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                self._machine.receive(message)
+                await self._dispatch(message)
+            except (ProtocolError, LinkClosed) as exc:
+                self.fail(LaneLost(str(exc)))
+            except (RequestFailed, DownstreamUnavailable) as exc:
+                self.fail(exc)
+            finally:
+                self._scopes.discard(scope)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _dispatch(self, message: Message) -> None:
+        kind = message.kind
+        if kind in _DATA:
+            await self._run_data(message)
+        elif kind is MessageKind.CONFIGURE_GENERATION:
+            await self._configure(message)
+        elif kind is MessageKind.STOP:
+            await self._stop(message)
+        elif kind is MessageKind.TRIM_SESSION:
+            await self._trim(message)
+        elif kind in _RESTORES:
+            # There is no prefix cache yet, so every question about one is a miss, asked of nobody else.
+            await self._owe(Reply.ack(ReplyStats(kv_lookup_misses=1)))
+        else:
+            raise RemoteProtocolError(f"message kind {kind.name} is not supported by this stage")
+
+    async def _run_data(self, message: Message) -> None:
+        context = self._context
+        if message.kind is MessageKind.PREFILL_EMBD:
+            await self._owe(Reply.ack())
+        session = await self._ensure_session()
+        output = allocate(message.token_count * context.info.output_width * 4) if self._downstream else None
+        with context.telemetry.span(
+            names.STAGE_BINARY_LLAMA_DECODE,
+            request_id=message.request_id,
+            message_kind=message.kind.name,
+            token_count=message.token_count,
+            pos_start=message.pos_start,
+        ):
+            token = await session.run(message, output)
+        if self._downstream is None:
+            if token is not None:
+                await self._predict(Reply.predicted_token(token))
+            elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
+                await self._owe(Reply.ack())
+            return
+        assert output is not None
+        await self._forward(self._downstream, message, output)
+
+    async def _forward(self, downstream: Downstream, message: Message, output: memoryview) -> None:
+        """Send a data message on with this stage's activation in place of its own."""
+        forwarded = attrs.evolve(
+            message,
+            state=attrs.evolve(message.state, source_stage_index=self._context.stage_index),
+            chat_sampling_metadata=None,
+            activation=output,
+        )
+        if message.kind is MessageKind.PREFILL_EMBD:
+            await downstream.send(forwarded, credit=True, on_ack=lambda _: None)
+        elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
+            await self._request(downstream, forwarded)
+        elif self._returns is not None:
+            await self._forward_predicting(downstream, forwarded, self._returns)
+        elif self._context.stage_index == 0:
+            raise RemoteProtocolError(f"{message.kind.name} before ConfigureGeneration")
+        else:
+            await downstream.send(forwarded)
+
+    async def _forward_predicting(
+        self, downstream: Downstream, message: Message, returns: PredictionReturn
+    ) -> None:
+        """Predictions come back to stage 0, so here and nowhere else a place is kept for them."""
+        place = PendingReply()
+
+        def on_queued() -> None:
+            returns.expect(message.kind)
+            self._predictions.append(place)
+
+        await downstream.send(message, on_queued=on_queued)
+        await self._replies.put(place)
+
+    async def _configure(self, message: Message) -> None:
+        context = self._context
+        session = await self._ensure_session()
+        if context.info.is_last:
+            await session.configure(message.sampling, message.chat_sampling_metadata)
+            if context.return_endpoint is not None and self._return is None:
+                await self._open_return(message)
+        if self._downstream is None:
+            await self._owe(Reply.ack())
+            return
+        if context.stage_index == 0:
+            self._await_return(message)
+        await self._request(self._downstream, message)
+
+    def _await_return(self, message: Message) -> None:
+        """Let the lane's return stream serve this request: an open one at once, else the one to come."""
+        ids = (message.request_id, message.session_id)
+        if self._returns is None:
+            self._returns = PredictionReturn(*ids)
+            self._context.hub.expect(*ids, self)
+        elif self._returns.bound != ids:
+            self._returns.bind(*ids)
+
+    async def _stop(self, message: Message) -> None:
+        self._drop_session()
+        if self._downstream is None:
+            self._machine.stopped()
+            await self._owe(Reply.ack())
+            return
+        await self.wait_settled()
+        if self._returns is not None and self._returns.bound is not None:
+            await self._return_opened.wait()
+            self._returns.release()
+        await self._request(self._downstream, message, then=self._machine.stopped)
+
+    async def _trim(self, message: Message) -> None:
+        if self._session is not None:
+            await self._session.trim(message)
+        if self._downstream is None:
+            await self._owe(Reply.ack())
+            return
+        await self._request(self._downstream, message)
+
+    async def _request(
+        self, downstream: Downstream, message: Message, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send a message on whose acknowledgement becomes ours, its statistics merged."""
+        place = PendingReply()
+
+        def on_ack(reply: Reply) -> None:
+            self._owed.remove(place)
+            then()
+            place.set(Reply.ack(reply.stats))
+
+        await downstream.send(message, on_ack=on_ack, on_queued=lambda: self._owed.append(place))
+        await self._replies.put(place)
+
+    async def _owe(self, reply: Reply) -> None:
+        await self._replies.put(PendingReply(reply))
+
+    # -- sessions --------------------------------------------------------------------------------------
+
+    async def _ensure_session(self) -> StageSession:
+        if self._session is None:
+            self._session = await StageSession.open(self._context.scheduler)
+        return self._session
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    # -- predictions -----------------------------------------------------------------------------------
+
+    async def _predict(self, reply: Reply) -> None:
+        """The last stage's prediction: on the return stream if there is one, else upstream."""
+        if self._return is not None:
+            await self._return.send(reply)
+        else:
+            await self._owe(reply)
+
+    async def _open_return(self, message: Message) -> None:
+        context = self._context
+        assert context.return_endpoint is not None and self._nursery is not None
+        link = await dial_stage(
+            context.transport,
+            context.return_endpoint,
+            token=context.token,
+            source_host=context.source_host,
+            timeout_secs=HANDSHAKE_SECS,
+            retry=False,
+        )
+        stream = ReturnStream(context, link)
+        try:
+            await stream.open(message.request_id, message.session_id)
+        except BaseException:
+            link.close()
+            raise
+        self._return = stream
+        self._nursery.start_soon(self._guard, stream.write, link.close)
+        self._nursery.start_soon(self._guard, stream.watch, link.close)
+
+    def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
+        """The lane's return stream is there; ``scope`` ends it. Part of :class:`ReturnTarget`."""
+        assert self._returns is not None
+        self._returns.opened(opening)
+        self._return_scope = scope
+        self._return_opened.set()
+
+    def deliver_prediction(self, reply: Reply) -> None:
+        """A predicted reply has come; it fills the oldest place kept for one. Part of ReturnTarget."""
+        assert self._returns is not None
+        self._returns.receive(reply)
+        self._predictions.popleft().set(reply)
+
+    def fail_return(self, reason: str) -> None:
+        """The lane's return stream is gone, and so is the lane. Part of ReturnTarget."""
+        self.fail(LaneLost(reason))

@@ -1,0 +1,70 @@
+"""The interface that every link backend implements."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from skippy.config import Endpoint
+from skippy.protocol import Buffer
+
+
+class LinkClosed(Exception):
+    """The link ended: reset by the peer, timed out below us, or closed on this side."""
+
+
+class Link(abc.ABC):
+    """A reliable, ordered byte stream between two processes.
+
+    One task may send and one task may receive at the same time. A cancelled or failed ``send`` may leave half
+    a frame behind: the link is then of no further use.
+    """
+
+    @property
+    @abc.abstractmethod
+    def peer(self) -> str:
+        """The peer's address, for messages to people."""
+
+    @abc.abstractmethod
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send all bytes of all buffers, in order, without joining them. Raises LinkClosed."""
+
+    @abc.abstractmethod
+    async def receive_into(self, buffer: memoryview) -> int:
+        """Receive at least one byte into ``buffer``; 0 at the end of the stream. Raises LinkClosed."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close both directions at once, without waiting. Safe to call twice."""
+
+
+class Listener(abc.ABC):
+    """Accepts links on one endpoint."""
+
+    @property
+    @abc.abstractmethod
+    def endpoint(self) -> Endpoint:
+        """Where it listens, with the real port where 0 was asked for."""
+
+    @abc.abstractmethod
+    async def accept(self) -> Link:
+        """Wait for the next link. Raises LinkClosed once the listener is closed."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+
+
+class Transport(abc.ABC):
+    """A way to make links: one per kind of network."""
+
+    @abc.abstractmethod
+    async def listen(self, endpoint: Endpoint) -> Listener:
+        """Listen on ``endpoint``. Raises OSError naming the endpoint when it is in use or not ours."""
+
+    @abc.abstractmethod
+    async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
+        """One attempt to connect, from the address ``source_host`` where given. Raises OSError.
+
+        Has no deadline of its own: the caller's cancel scope bounds it.
+        """

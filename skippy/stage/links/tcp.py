@@ -1,0 +1,150 @@
+"""Links over TCP: no delay, scatter writes, received straight into the caller's buffer."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+
+import trio
+
+from skippy.config import Endpoint
+from skippy.protocol import Buffer
+
+from .base import Link, LinkClosed, Listener, Transport
+
+_BACKLOG = 128
+# Errors of accept() that concern one peer or a passing shortage, not the listener.
+_ACCEPT_TRANSIENT = {errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN, errno.EHOSTUNREACH}
+_ACCEPT_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class TcpLink(Link):
+    """A connected TCP socket."""
+
+    def __init__(self, sock: trio.socket.SocketType, peer: str) -> None:
+        self._socket = sock
+        self._peer = peer
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        views = [view for view in (memoryview(b).cast("B") for b in buffers) if view.nbytes]
+        try:
+            while views:
+                sent = await self._socket.sendmsg(views)
+                while views and sent >= views[0].nbytes:
+                    sent -= views.pop(0).nbytes
+                if sent:
+                    views[0] = views[0][sent:]
+        except (OSError, trio.ClosedResourceError) as exc:
+            raise LinkClosed(f"sending to {self._peer} failed: {_reason(exc)}") from exc
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        try:
+            return await self._socket.recv_into(buffer)
+        except (OSError, trio.ClosedResourceError) as exc:
+            raise LinkClosed(f"receiving from {self._peer} failed: {_reason(exc)}") from exc
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TcpListener(Listener):
+    """A listening TCP socket."""
+
+    def __init__(self, sock: trio.socket.SocketType) -> None:
+        self._socket = sock
+        host, port = sock.getsockname()[:2]
+        self._endpoint = Endpoint(host, port)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    async def accept(self) -> Link:
+        while True:
+            try:
+                sock, address = await self._socket.accept()
+                return TcpLink(sock, _address_text(address))
+            except trio.ClosedResourceError as exc:
+                raise LinkClosed("the listener is closed") from exc
+            except OSError as exc:
+                if exc.errno in _ACCEPT_TRANSIENT:
+                    continue
+                if exc.errno in _ACCEPT_SHORTAGE:
+                    # Descriptors are freed by connections that end; there is no event to wait for.
+                    await trio.sleep(0.1)
+                    continue
+                raise LinkClosed(f"accepting on {self._endpoint} failed: {_reason(exc)}") from exc
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TcpTransport(Transport):
+    """TCP over IPv4 and IPv6."""
+
+    async def listen(self, endpoint: Endpoint) -> Listener:
+        family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+        sock = trio.socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            await sock.bind((endpoint.host, endpoint.port))
+            sock.listen(_BACKLOG)
+        except OSError as exc:
+            sock.close()
+            raise OSError(exc.errno, f"cannot listen on {endpoint}: {_reason(exc)}") from exc
+        return TcpListener(sock)
+
+    def adopt(self, sock: socket.socket) -> Listener:
+        """A listener over an already listening socket, for example an inherited one. Takes ownership."""
+        sock.setblocking(False)
+        return TcpListener(trio.socket.from_stdlib_socket(sock))
+
+    async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
+        family, address = await _resolve(endpoint, source_host)
+        sock = trio.socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if source_host is not None:
+                await sock.bind((source_host, 0))
+            await sock.connect(address)
+            return TcpLink(sock, str(endpoint))
+        except BaseException:
+            sock.close()
+            raise
+
+
+async def _resolve(
+    endpoint: Endpoint, source_host: str | None
+) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:
+    """One address for the endpoint: of the source's family where pinned, else IPv4 first, else any."""
+    infos = await trio.socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    wanted = socket.AF_INET
+    if source_host is not None:
+        version = ipaddress.ip_address(source_host).version
+        wanted = socket.AF_INET if version == 4 else socket.AF_INET6
+        if not any(info[0] == wanted for info in infos):
+            raise OSError(
+                errno.EINVAL,
+                f"{endpoint} has no IPv{version} address, but bind_addr pins the source to {source_host}",
+            )
+    best = min(infos, key=lambda info: info[0] != wanted)
+    return best[0], best[4]  # type: ignore[return-value]
+
+
+def _address_text(address: object) -> str:
+    if isinstance(address, tuple) and len(address) >= 2:
+        return str(Endpoint(str(address[0]), int(address[1])))
+    return str(address)
+
+
+def _reason(exc: BaseException) -> str:
+    if isinstance(exc, OSError) and exc.errno is not None:
+        return os.strerror(exc.errno)
+    return str(exc) or type(exc).__name__

@@ -1,0 +1,86 @@
+"""Small waiting structures of a lane: replies that are owed, and the queue of its writer."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+import trio
+
+from skippy.protocol import Reply
+
+from .errors import StageError
+
+T = TypeVar("T")
+
+
+class PendingReply:
+    """A place in a reply stream that is filled later, once. Replies leave in the order of their places."""
+
+    __slots__ = ("_event", "_failure", "_reply")
+
+    def __init__(self, reply: Reply | None = None) -> None:
+        self._event = trio.Event()
+        self._reply = reply
+        self._failure: StageError | None = None
+        if reply is not None:
+            self._event.set()
+
+    def set(self, reply: Reply) -> None:
+        self._reply = reply
+        self._event.set()
+
+    def fail(self, failure: StageError) -> None:
+        """Make every present and later ``wait`` raise; no effect on a reply that is already there."""
+        if self._reply is None:
+            self._failure = failure
+            self._event.set()
+
+    async def wait(self) -> Reply:
+        """The reply, once it is there. Raises the failure of the lane instead, if that comes first."""
+        await self._event.wait()
+        if self._reply is None:
+            assert self._failure is not None
+            raise self._failure
+        return self._reply
+
+
+class SendQueue(Generic[T]):
+    """A bounded first-in-first-out queue between one putting and one getting task.
+
+    Unlike a memory channel, ``put`` has no checkpoint: a frame and the record of what is owed for it enter
+    together or, if the putter is cancelled while it waits for room, not at all.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = max(1, capacity)
+        self._items: deque[T] = deque()
+        self._in_hand = False
+        self._changed = trio.lowlevel.ParkingLot()
+
+    async def wait_room(self) -> None:
+        """Wait until ``put`` is allowed. Cancellable; nothing happened then."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while len(self._items) >= self._capacity:
+            await self._changed.park()
+
+    def put(self, item: T) -> None:
+        assert len(self._items) < self._capacity, "put without room"
+        self._items.append(item)
+        self._changed.unpark_all()
+
+    async def get(self) -> T:
+        """The next item. The one returned before counts as done from here on."""
+        self._in_hand = False
+        self._changed.unpark_all()
+        while not self._items:
+            await self._changed.park()
+        self._in_hand = True
+        item = self._items.popleft()
+        self._changed.unpark_all()
+        return item
+
+    async def wait_flushed(self) -> None:
+        """Wait until every item put so far has been got and done."""
+        while self._items or self._in_hand:
+            await self._changed.park()

@@ -1,0 +1,121 @@
+"""Direct prediction return: the last stage's tokens on a stream of their own, one per lane.
+
+Stage 0 accepts such streams (:class:`ReturnHub`); the last stage dials them (:class:`ReturnStream`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+from skippy.protocol import (
+    LocalProtocolError,
+    Message,
+    MessageDecoder,
+    MessageKind,
+    RemoteProtocolError,
+    Reply,
+    ReplyDecoder,
+    check_return_open,
+    default_state,
+    encode_message,
+    encode_reply,
+)
+
+from .framing import receive_reply
+from .links import Link, LinkClosed
+from .queues import SendQueue
+
+if TYPE_CHECKING:
+    from .context import StageContext
+
+
+class ReturnTarget(Protocol):
+    """A lane of stage 0 that waits for predictions."""
+
+    def deliver_prediction(self, reply: Reply) -> None:
+        """Take the next owed prediction; raises RemoteProtocolError when none is owed."""
+
+    def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
+        """The lane's return stream is there; ``scope`` ends it."""
+
+    def fail_return(self, reason: str) -> None:
+        """The lane's return stream is gone."""
+
+
+class ReturnHub:
+    """Stage 0's meeting place of lanes that wait for a return stream and streams that arrive."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], ReturnTarget] = {}
+
+    def expect(self, request_id: int, session_id: int, target: ReturnTarget) -> None:
+        """From now on a stream opened with these ids belongs to ``target``."""
+        if (request_id, session_id) in self._waiting:
+            raise LocalProtocolError(f"request {request_id} already waits for a return stream")
+        self._waiting[request_id, session_id] = target
+
+    def forget(self, target: ReturnTarget) -> None:
+        """``target`` waits no longer."""
+        for key in [key for key, waiting in self._waiting.items() if waiting is target]:
+            del self._waiting[key]
+
+    async def serve(self, link: Link, decoder: MessageDecoder, opening: Message) -> None:
+        """Read replies from an accepted stream until it ends, or its lane does.
+
+        Raises RemoteProtocolError for an open that nobody waits for.
+        """
+        check_return_open(opening)
+        target = self._waiting.pop((opening.request_id, opening.session_id), None)
+        if target is None:
+            raise RemoteProtocolError(
+                f"{link.peer} opened a return stream for request {opening.request_id}, which waits for none"
+            )
+        replies = ReplyDecoder()
+        replies.receive_data(decoder.take_trailing_data())
+        with trio.CancelScope() as scope:
+            target.bind_return(opening, scope)
+            try:
+                while (reply := await receive_reply(link, replies)) is not None:
+                    target.deliver_prediction(reply)
+                target.fail_return(f"{link.peer} closed the prediction return stream")
+            except (LinkClosed, RemoteProtocolError) as exc:
+                target.fail_return(str(exc))
+                raise
+
+
+class ReturnStream:
+    """The last stage's side of one lane's return stream.
+
+    :meth:`write` and :meth:`watch` are its tasks; both raise when the stream ends.
+    """
+
+    def __init__(self, context: StageContext, link: Link) -> None:
+        self._link = link
+        self._queue: SendQueue[bytes] = SendQueue(context.options.max_inflight)
+
+    async def open(self, request_id: int, session_id: int) -> None:
+        """Say whose stream this is. It is the first message and gets no reply."""
+        kind = MessageKind.PREDICTION_RETURN_OPEN
+        message = Message(kind, default_state(kind), request_id=request_id, session_id=session_id)
+        await self._link.send(encode_message(message))
+
+    async def send(self, reply: Reply) -> None:
+        """Queue a reply; waits for room."""
+        data = encode_reply(reply)
+        await self._queue.wait_room()
+        self._queue.put(data)
+
+    async def write(self) -> None:
+        while True:
+            await self._link.send([await self._queue.get()])
+
+    async def watch(self) -> None:
+        """Stage 0 never sends on this stream, so anything that can be received is its end."""
+        if await self._link.receive_into(memoryview(bytearray(1))):
+            raise RemoteProtocolError(f"{self._link.peer} sent data on the prediction return stream")
+        raise LinkClosed(f"{self._link.peer} closed the prediction return stream")
+
+    def close(self) -> None:
+        self._link.close()

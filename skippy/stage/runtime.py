@@ -1,0 +1,144 @@
+"""The one thread that owns the engine, and the first-in-first-out queue in front of it."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import queue
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import outcome
+import structlog
+import trio
+
+from .nurseries import open_hidden_nursery
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("skippy.stage")
+
+SHUTDOWN_GRACE_SECS = 3.0
+"""How long a native call may go on after shutdown began before the process ends itself."""
+
+
+class Runtime(abc.ABC):
+    """Runs engine calls one at a time, in the order in which they were handed over."""
+
+    @abc.abstractmethod
+    async def run(self, call: Callable[[], T]) -> T:
+        """Queue ``call`` and wait for its result; its exception is raised here.
+
+        Cancellation: a call that has not begun never runs; one that has begun runs to its end in the
+        background and its result is dropped. Calls queued later still run after it.
+        """
+
+    @abc.abstractmethod
+    def post(self, call: Callable[[], object]) -> None:
+        """Queue ``call`` without waiting. It always runs, in order, also after its poster was cancelled."""
+
+
+class _Job(Generic[T]):
+    __slots__ = ("call", "posted", "task")
+
+    def __init__(self, call: Callable[[], T], task: trio.lowlevel.Task | None) -> None:
+        self.call = call
+        self.task = task
+        """The task that waits; None once it has given up, or where nobody waits."""
+        self.posted = task is None
+
+
+class RuntimeThread(Runtime):
+    """A runtime on an operating-system thread of its own, held for life.
+
+    Made by :func:`open_runtime_thread`.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._token = trio.lowlevel.current_trio_token()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        job: _Job[T] = _Job(call, trio.lowlevel.current_task())
+        self._jobs.put(job)
+
+        def give_up(_: Callable[[], object]) -> trio.lowlevel.Abort:
+            job.task = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        result: T = await trio.lowlevel.wait_task_rescheduled(give_up)
+        return result
+
+    def post(self, call: Callable[[], object]) -> None:
+        self._jobs.put(_Job(call, None))
+
+    def stop(self) -> None:
+        """End the thread once everything queued before has run."""
+        self._jobs.put(None)
+
+    def work(self) -> None:
+        """The thread's body."""
+        while (job := self._jobs.get()) is not None:
+            if job.posted:
+                self._run_posted(job)
+            elif job.task is not None:
+                result = outcome.capture(job.call)
+                with contextlib.suppress(trio.RunFinishedError):
+                    self._token.run_sync_soon(self._deliver, job, result)
+                del result
+            del job  # the call may hold activation buffers
+
+    @staticmethod
+    def _deliver(job: _Job[Any], result: outcome.Outcome[Any]) -> None:
+        if job.task is not None:
+            task, job.task = job.task, None
+            trio.lowlevel.reschedule(task, result)
+
+    @staticmethod
+    def _run_posted(job: _Job[Any]) -> None:
+        try:
+            job.call()
+        except Exception:  # nobody waits for it, so the log is the only place left
+            _log.exception("posted engine call failed")
+
+
+class InlineRuntime(Runtime):
+    """Runs engine calls on the event loop itself: for exact engines under a virtual clock."""
+
+    async def run(self, call: Callable[[], T]) -> T:
+        await trio.lowlevel.checkpoint()
+        return call()
+
+    def post(self, call: Callable[[], object]) -> None:
+        call()
+
+
+@contextlib.asynccontextmanager
+async def open_runtime_thread() -> AsyncIterator[RuntimeThread]:
+    """A runtime thread for the length of the block.
+
+    Leaving the block lets queued calls run. A native call that goes on for longer than
+    ``SHUTDOWN_GRACE_SECS`` cannot be interrupted, so the process then ends itself with status 70.
+    """
+    runtime = RuntimeThread()
+    finished = trio.Event()
+
+    async def hold_thread() -> None:
+        # Shielded: the thread ends when it is told to, not when its owner is cancelled.
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(runtime.work, limiter=trio.CapacityLimiter(1))
+        finished.set()
+
+    async with open_hidden_nursery() as nursery:
+        nursery.start_soon(hold_thread)
+        try:
+            yield runtime
+        finally:
+            runtime.stop()
+            with trio.move_on_after(SHUTDOWN_GRACE_SECS, shield=True):
+                await finished.wait()
+            if not finished.is_set():
+                _log.error("a native call outlived the shutdown grace period", grace_secs=SHUTDOWN_GRACE_SECS)
+                os._exit(70)

@@ -1,0 +1,160 @@
+"""A running stage: engine, listener and everything between them, for the length of an ``async with`` block."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import trio
+
+from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology
+from skippy.engine import EngineInfo, StageEngine, Vocabulary
+from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
+
+from .context import StageContext, find_neighbours, log
+from .errors import StageStartError
+from .links import Link, LinkClosed, Listener, TcpTransport, Transport
+from .nurseries import open_hidden_nursery
+from .returns import ReturnHub
+from .runtime import InlineRuntime, Runtime, open_runtime_thread
+from .scheduler import Scheduler, open_scheduler
+from .upstream import serve_connection
+
+MAX_CONNECTIONS = 256
+"""Links served at once; more wait in the system's backlog."""
+
+
+class Stage:
+    """One stage that is loaded and listening. Made by :func:`open_stage`."""
+
+    def __init__(self, context: StageContext, endpoint: Endpoint) -> None:
+        self.context = context
+        self.endpoint = endpoint
+        """Where it listens, with the real port."""
+
+    @property
+    def config(self) -> StageConfig:
+        return self.context.config
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokenizer; None on a middle stage."""
+        return self.context.scheduler.vocabulary
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.context.info
+
+
+@contextlib.asynccontextmanager
+async def open_stage(
+    config: StageConfig,
+    topology: StageTopology | None,
+    options: StageOptions,
+    make_engine: Callable[[], StageEngine],
+    *,
+    transport: Transport | None = None,
+    listen_socket: socket.socket | None = None,
+    telemetry: Telemetry = NULL_TELEMETRY,
+    inline: bool = False,
+) -> AsyncIterator[Stage]:
+    """Bind, load the engine, and serve until the block is left.
+
+    The port is bound before the model loads, so that a wrong address is reported at once and early peers
+    wait instead of being refused; connections are answered once the engine is loaded.
+
+    Args:
+        make_engine: called on the runtime thread; its errors are raised from here.
+        transport: links to listen and connect with; TCP by default.
+        listen_socket: an already listening TCP socket to use instead of binding ``bind_addr``.
+        inline: run the engine on the event loop (exact engines under a virtual clock).
+
+    Raises:
+        OSError: the address cannot be bound.
+        StageStartError: the engine and the configuration do not fit, or a neighbour is not known.
+
+    Leaving the block, or a cancelled one, closes every connection and frees the engine.
+    """
+    transport = transport or TcpTransport()
+    listener = await _listen(config, transport, listen_socket)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            runtime: Runtime = (
+                InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
+            )
+            scheduler = await stack.enter_async_context(open_scheduler(make_engine, runtime))
+            context = _make_context(config, topology, options, scheduler, transport, telemetry)
+            stage = Stage(context, listener.endpoint)
+            telemetry.emit(
+                names.STAGE_BINARY_SERVER_START,
+                stage_id=config.stage_id,
+                bind_addr=str(listener.endpoint),
+                layer_start=config.layer_start,
+                layer_end=config.layer_end,
+            )
+            nursery = await stack.enter_async_context(open_hidden_nursery())
+            nursery.start_soon(_accept, context, listener)
+            try:
+                yield stage
+            finally:
+                nursery.cancel_scope.cancel()
+    finally:
+        listener.close()
+
+
+async def _listen(config: StageConfig, transport: Transport, sock: socket.socket | None) -> Listener:
+    if sock is not None:
+        if not isinstance(transport, TcpTransport):
+            raise ValueError("listen_socket needs the TCP transport")
+        return transport.adopt(sock)
+    return await transport.listen(Endpoint.parse(config.bind_addr, where="bind_addr", allow_any_port=True))
+
+
+def _make_context(
+    config: StageConfig,
+    topology: StageTopology | None,
+    options: StageOptions,
+    scheduler: Scheduler,
+    transport: Transport,
+    telemetry: Telemetry,
+) -> StageContext:
+    info = scheduler.info
+    if (info.layer_start, info.layer_end) != (config.layer_start, config.layer_end):
+        raise StageStartError(
+            f"{config.stage_id}: the loaded model part has layers {info.layer_start}:{info.layer_end}, "
+            f"the configuration says {config.layer_start}:{config.layer_end}"
+        )
+    downstream, stage_zero = find_neighbours(config, topology, info)
+    return StageContext(
+        config=config,
+        options=options,
+        scheduler=scheduler,
+        transport=transport,
+        telemetry=telemetry,
+        hub=ReturnHub(),
+        downstream=downstream,
+        return_endpoint=stage_zero,
+        max_activation_bytes=info.max_batch * info.input_width * 4,
+    )
+
+
+async def _accept(context: StageContext, listener: Listener) -> None:
+    """Accept until the listener fails; each connection is a task of its own, bounded in number."""
+    slots = trio.Semaphore(MAX_CONNECTIONS)
+
+    async def serve(link: Link) -> None:
+        try:
+            await serve_connection(context, link)
+        finally:
+            slots.release()
+
+    async with trio.open_nursery() as nursery:
+        while True:
+            await slots.acquire()
+            try:
+                link = await listener.accept()
+            except LinkClosed as exc:
+                log.error("the listener failed", endpoint=str(listener.endpoint), error=str(exc))
+                raise
+            nursery.start_soon(serve, link)

@@ -1,0 +1,152 @@
+"""An accepted connection: its handshake, its role, and for a lane its reader, executor and reply writer."""
+
+from __future__ import annotations
+
+import math
+
+import trio
+
+from skippy.protocol import (
+    ListenerHandshake,
+    Message,
+    MessageDecoder,
+    MessageKind,
+    ProtocolError,
+    encode_reply,
+)
+from skippy.telemetry import Level, names
+
+from .context import HANDSHAKE_SECS, StageContext, log
+from .errors import LaneLost, StageError
+from .framing import allocate, receive_message
+from .lane import Lane
+from .links import Link, LinkClosed
+from .queues import PendingReply
+
+MAX_QUEUED_REPLIES = 64
+MAX_QUEUED_BYTES = 64 * 1024 * 1024
+"""Activation bytes that received, not yet executed frames of one lane may hold."""
+
+
+async def serve_connection(context: StageContext, link: Link) -> None:
+    """Serve one accepted link until either side ends it. Failures of the connection stay in it."""
+    reason: str | None = None
+    try:
+        await _serve(context, link)
+    except* (LinkClosed, ProtocolError, StageError) as group:
+        reason = "; ".join(_leaf_texts(group))
+    except* Exception as group:
+        # A fault of ours: it must not take the other connections with it, and must not stay unseen.
+        context.telemetry.emit(
+            names.STAGE_CONNECTION_WORKER_PANIC, failure_contained=True, error="; ".join(_leaf_texts(group))
+        )
+        log.error("connection failed by a fault of this program", peer=link.peer, exc_info=group)
+    finally:
+        link.close()
+    if reason is not None:
+        context.telemetry.emit(names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=reason)
+
+
+async def _serve(context: StageContext, link: Link) -> None:
+    handshake = ListenerHandshake(context.token)
+    with trio.fail_after(HANDSHAKE_SECS) if context.token else trio.CancelScope():
+        await _authenticate(link, handshake)
+    replies = _ReplyChannel()
+    lane: Lane | None = None
+    async with trio.open_nursery() as nursery:
+        if context.stage_index > 0:
+            # Ready is a promise about the whole chain below, so the chain comes first. Stage 0 cannot do so:
+            # what connects to it may be a return stream, which needs no chain.
+            lane = Lane(context, replies)
+            await nursery.start(lane.run)
+        await link.send([handshake.data_to_send()])
+        decoder = MessageDecoder(
+            context.info.input_width,
+            max_activation_bytes=context.max_activation_bytes,
+            allocate=allocate,
+        )
+        decoder.receive_data(handshake.trailing_data)
+        first = await receive_message(link, decoder)
+        if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
+            await context.hub.serve(link, decoder, first)
+        elif first is not None:
+            if lane is None:
+                lane = Lane(context, replies)
+                await nursery.start(lane.run)
+            nursery.start_soon(_write_replies, context, link, replies)
+            await _execute(context, link, lane, decoder, first)
+        nursery.cancel_scope.cancel()
+
+
+async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
+    while not handshake.admitted:
+        buffer = bytearray(256)
+        count = await link.receive_into(memoryview(buffer))
+        if count == 0:
+            raise LinkClosed(f"{link.peer} closed the connection during the handshake")
+        handshake.receive_data(buffer[:count])
+
+
+async def _execute(
+    context: StageContext, link: Link, lane: Lane, decoder: MessageDecoder, first: Message
+) -> None:
+    """Read ahead into a bounded channel, execute in order; returns at the end of the peer's stream."""
+    frames = context.options.max_inflight
+    if context.max_activation_bytes:
+        frames = max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
+    send, receive_channel = trio.open_memory_channel[Message](math.ceil(frames))
+
+    async def read_ahead() -> None:
+        async with send:
+            while True:
+                with context.telemetry.span(
+                    names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer
+                ) as span:
+                    message = await receive_message(link, decoder)
+                    if message is None:
+                        return
+                    span["message_kind"] = message.kind.name
+                    span["activation_bytes"] = len(message.activation)
+                await send.send(message)
+
+    async def end_with_lane() -> None:
+        await lane.wait_ended()
+        raise lane.failure or LaneLost("the lane ended")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(end_with_lane)
+        nursery.start_soon(read_ahead)
+        await lane.handle(first)
+        async for message in receive_channel:
+            await lane.handle(message)
+        nursery.cancel_scope.cancel()
+
+
+class _ReplyChannel:
+    """Owed replies on their way to the writer task."""
+
+    def __init__(self) -> None:
+        self._send, self._receive = trio.open_memory_channel[PendingReply](MAX_QUEUED_REPLIES)
+
+    async def put(self, reply: PendingReply) -> None:
+        await self._send.send(reply)
+
+    async def get(self) -> PendingReply:
+        return await self._receive.receive()
+
+
+async def _write_replies(context: StageContext, link: Link, replies: _ReplyChannel) -> None:
+    """The only task that sends on an upstream link once it is ready."""
+    while True:
+        reply = await (await replies.get()).wait()
+        with context.telemetry.span(
+            names.STAGE_BINARY_UPSTREAM_REPLY_WRITE, level=Level.DEBUG, reply_kind=reply.kind.name
+        ):
+            await link.send([encode_reply(reply)])
+
+
+def _leaf_texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
+    texts: list[str] = []
+    for exc in group.exceptions:
+        texts.extend(_leaf_texts(exc) if isinstance(exc, BaseExceptionGroup) else [f"{exc}"])
+    return list(dict.fromkeys(texts))

@@ -1,0 +1,22 @@
+"""Spans and events of the running system. A leaf: anyone may import it, it imports nothing of skippy."""
+
+from . import names
+from .core import NULL_TELEMETRY, STDERR_VARIABLE, Event, Level, Sink, Span, Telemetry, TelemetryStats
+from .logs import configure_logging
+from .sinks import JsonLinesSink, MemorySink, StructlogSink
+
+__all__ = [
+    "NULL_TELEMETRY",
+    "STDERR_VARIABLE",
+    "Event",
+    "JsonLinesSink",
+    "Level",
+    "MemorySink",
+    "Sink",
+    "Span",
+    "StructlogSink",
+    "Telemetry",
+    "TelemetryStats",
+    "configure_logging",
+    "names",
+]

@@ -1,0 +1,254 @@
+"""What breaks one lane stays in that lane."""
+
+from __future__ import annotations
+
+import socket
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+from skippy.config import Endpoint, StageOptions
+from skippy.engine import EngineError
+from skippy.engine.toy import ToyEngine
+from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest, InvalidSampling
+from skippy.frontend.lanes import LanePool
+from skippy.protocol import (
+    READY_WORD,
+    Message,
+    MessageKind,
+    ReplyDecoder,
+    ReplyKind,
+    SamplingConfig,
+    default_state,
+    encode_message,
+)
+from skippy.stage import DownstreamUnavailable, StageStartError, open_stage
+from skippy.stage.dialing import dial_stage
+from skippy.stage.framing import receive_reply
+from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport
+from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
+from tests.support.cluster import toy_cluster, toy_config
+
+REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+async def test_an_engine_failure_ends_one_request_and_the_chain_goes_on(broken: int) -> None:
+    with trio.fail_after(20):
+        async with toy_cluster(3) as cluster, generator_over(cluster, lanes=2) as generator:
+            async with generator.generate(REQUEST) as bystander:
+                tokens = [await bystander.__anext__()]
+                async with generator.generate(REQUEST) as stream:
+                    await stream.__anext__()
+                    cluster.engines[broken].fail_next = EngineError("out of luck")
+                    with pytest.raises(GenerationError):
+                        await stream.__anext__()
+                tokens += [token async for token in bystander]
+            assert tokens == unsplit_tokens(PROMPT, 8)
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+            await wait_for_sequences(cluster)
+
+
+async def test_a_refused_setting_is_reported_as_such_on_a_chain_of_one() -> None:
+    bad = GenerationRequest(
+        prompt=PROMPT, max_tokens=2, sampling=SamplingConfig(flags=1, samplers=("nonsense",))
+    )
+    with trio.fail_after(20):
+        async with toy_cluster(1) as cluster, generator_over(cluster) as generator:
+            with pytest.raises(InvalidSampling, match="nonsense"):
+                await generate(generator, bad)
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+
+
+async def test_a_lost_link_fails_the_request_and_lanes_are_replaced() -> None:
+    transport = CuttableTransport()
+    with trio.fail_after(30):
+        async with toy_cluster(3, transport=transport) as cluster, generator_over(cluster) as generator:
+            async with generator.generate(REQUEST) as stream:
+                await stream.__anext__()
+                transport.cut()
+                with pytest.raises(ChainUnavailable):
+                    await stream.__anext__()
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+            await wait_for_sequences(cluster)
+
+
+async def test_requests_say_which_stage_is_missing(autojump_clock: trio.testing.MockClock) -> None:
+    options = StageOptions(downstream_connect_timeout_secs=5)
+    async with toy_cluster(3, options=options, inline=True) as cluster:
+        cluster.stages[1].context.transport._listeners.clear()  # type: ignore[attr-defined]
+        pool = LanePool(cluster.first, 1, queue_limit=4)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pool.serve)
+            with pytest.raises(ChainUnavailable, match="not ready"):
+                await pool.lease()
+            await trio.sleep(6)
+            assert not pool.ready
+            with pytest.raises(ChainUnavailable, match=r"127\.0\.0\.1:20001 .* within 5 s: nothing listens"):
+                await pool.lease()
+            nursery.cancel_scope.cancel()
+
+
+async def test_dialing_names_the_endpoint_and_the_reason(autojump_clock: trio.testing.MockClock) -> None:
+    started = trio.current_time()
+    with pytest.raises(DownstreamUnavailable, match=r"10\.0\.0\.9:1 did not become ready within 7 s"):
+        await dial_stage(
+            MemoryTransport(), Endpoint("10.0.0.9", 1), token=None, source_host=None, timeout_secs=7
+        )
+    assert trio.current_time() - started == pytest.approx(7)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+async def test_link_tokens_are_asked_for_and_compared(stages: int) -> None:
+    options = StageOptions(link_token="s3cret")
+    with trio.fail_after(20):
+        async with toy_cluster(stages, options=options) as cluster, generator_over(cluster) as generator:
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+            for token in (None, b"wrong"):
+                with pytest.raises(DownstreamUnavailable):
+                    await dial_stage(
+                        cluster.transport,
+                        cluster.stages[-1].endpoint,
+                        token=token,
+                        source_host=None,
+                        timeout_secs=0.2,
+                    )
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+
+
+GARBAGE = {
+    "not a frame": b"GET / HTTP/1.1\r\n\r\n",
+    "unknown kind": (99).to_bytes(4, "little") + bytes(68),
+    "half a frame": (1).to_bytes(4, "little") + bytes(20),
+    "decode first": b"".join(encode_message(Message(MessageKind.DECODE_EMBD, default_state(MessageKind.DECODE_EMBD), token_count=1, pos_start=9, tokens=(1,), request_id=1, session_id=1))),
+    "return stream that nobody waits for": b"".join(encode_message(Message(MessageKind.PREDICTION_RETURN_OPEN, default_state(MessageKind.PREDICTION_RETURN_OPEN), request_id=5, session_id=6))),
+    "state import": b"".join(encode_message(Message(MessageKind.STATE_IMPORT, default_state(MessageKind.STATE_IMPORT), token_count=3, raw_bytes=b"abc", request_id=1, session_id=1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+@pytest.mark.parametrize("target", [0, 1, 2])
+async def test_garbage_closes_its_own_connection_only(name: str, target: int) -> None:
+    with trio.fail_after(20):
+        async with toy_cluster(3, transport=TcpTransport()) as cluster, generator_over(cluster) as generator:
+            async with generator.generate(REQUEST) as stream:
+                tokens = [await stream.__anext__()]
+                link = await cluster.transport.connect(cluster.stages[target].endpoint)
+                assert await read_exactly(link, 4) == READY_WORD
+                await link.send([GARBAGE[name]])
+                if name == "half a frame":
+                    link.close()
+                else:
+                    assert await read_to_end(link) == b""
+                tokens += [token async for token in stream]
+            assert tokens == unsplit_tokens(PROMPT, 8)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_a_driver_over_the_wire_gets_predictions_on_its_lane(stages: int) -> None:
+    """Stage 0 also serves a driver that speaks the stage protocol: ACKs and predictions, in order."""
+
+    def message(kind: MessageKind, pos: int = 0, tokens: tuple[int, ...] = (), step: int = -1) -> bytes:
+        state = default_state(kind)
+        if tokens:
+            state = attrs.evolve(state, current_token=tokens[-1], decode_step=step)
+        return b"".join(
+            encode_message(
+                Message(
+                    kind,
+                    state,
+                    pos_start=pos,
+                    token_count=len(tokens),
+                    tokens=tokens,
+                    request_id=3,
+                    session_id=4,
+                )
+            )
+        )
+
+    expected = unsplit_tokens(PROMPT, 3)
+    with trio.fail_after(20):
+        async with toy_cluster(stages, transport=TcpTransport()) as cluster:
+            link = await dial_stage(
+                cluster.transport, cluster.first.endpoint, token=None, source_host=None, timeout_secs=5
+            )
+            replies = ReplyDecoder()
+            for _ in range(2):
+                frames = [message(MessageKind.CONFIGURE_GENERATION)]
+                frames.append(message(MessageKind.PREFILL_EMBD, 0, tuple(PROMPT[:20])))
+                frames.append(message(MessageKind.PREFILL_EMBD, 20, tuple(PROMPT[20:-1])))
+                for step, token in enumerate([PROMPT[-1], *expected[:-1]]):
+                    frames.append(message(MessageKind.DECODE_EMBD, len(PROMPT) - 1 + step, (token,), step))
+                frames.append(message(MessageKind.STOP))
+                await link.send(frames)
+                got = [await receive_reply(link, replies) for _ in frames]
+                kinds = [reply.kind for reply in got if reply is not None]
+                assert kinds == [ReplyKind.ACK] * 3 + [ReplyKind.PREDICTED_TOKEN] * 3 + [ReplyKind.ACK]
+                assert [reply.predicted for reply in got[3:6] if reply is not None] == expected
+            link.close()
+            await wait_for_sequences(cluster)
+
+
+async def test_a_last_stage_must_know_stage_zero_and_a_middle_one_its_downstream() -> None:
+    for index, (start, end), missing in ((2, (4, 6), "stage 0"), (1, (2, 4), "downstream")):
+        config = toy_config(index, [(0, 2), (2, 4), (4, 6)], ["", "", ""])
+        with pytest.raises(StageStartError, match=missing), trio.fail_after(5):
+            async with open_stage(
+                config,
+                None,
+                StageOptions(),
+                lambda s=start, e=end: ToyEngine(s, e, 6),
+                transport=MemoryTransport(),
+            ):
+                pass
+
+
+async def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
+            await TcpTransport().listen(Endpoint("127.0.0.1", port))
+
+
+class CuttableTransport(MemoryTransport):
+    """Remembers its links and can cut them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[Link] = []
+
+    async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
+        link = await super().connect(endpoint, source_host=source_host)
+        self.links.append(link)
+        return link
+
+    def cut(self) -> None:
+        for link in self.links:
+            link.close()
+        self.links.clear()
+
+
+async def read_exactly(link: Link, count: int) -> bytes:
+    data = bytearray(count)
+    filled = 0
+    while filled < count:
+        received = await link.receive_into(memoryview(data)[filled:])
+        assert received
+        filled += received
+    return bytes(data)
+
+
+async def read_to_end(link: Link) -> bytes:
+    """What still comes; a reset counts as an end."""
+    data = b""
+    buffer = bytearray(1024)
+    while True:
+        try:
+            count = await link.receive_into(memoryview(buffer))
+        except LinkClosed:
+            return data
+        if count == 0:
+            return data
+        data += buffer[:count]

@@ -1,0 +1,133 @@
+"""A whole chain of toy stages inside one test process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import attrs
+
+from skippy.config import PeerConfig, StageConfig, StageOptions, StagePlacement, StageTopology
+from skippy.engine import StageEngine
+from skippy.engine.toy import ToyEngine
+from skippy.stage import Stage, open_stage
+from skippy.stage.links import MemoryTransport, Transport
+
+LAYERS = 6
+
+
+def toy_config(
+    index: int, ranges: Sequence[tuple[int, int]], endpoints: Sequence[str], **keys: Any
+) -> StageConfig:
+    """The configuration of one stage of a chain; neighbours that have no endpoint yet are left out."""
+
+    def peer(other: int) -> PeerConfig | None:
+        if 0 <= other < len(ranges) and endpoints[other]:
+            return PeerConfig(stage_id=f"stage-{other}", stage_index=other, endpoint=endpoints[other])
+        return None
+
+    start, end = ranges[index]
+    return StageConfig(
+        run_id="test",
+        topology_id="test",
+        model_id="toy",
+        stage_id=f"stage-{index}",
+        stage_index=index,
+        layer_start=start,
+        layer_end=end,
+        load_mode="runtime-slice",
+        model_path="none.gguf",
+        bind_addr=endpoints[index] or "127.0.0.1:0",
+        upstream=peer(index - 1),
+        downstream=peer(index + 1),
+        **keys,
+    )
+
+
+def toy_topology(ranges: Sequence[tuple[int, int]], endpoints: Sequence[str]) -> StageTopology:
+    return StageTopology(
+        topology_id="test",
+        model_id="toy",
+        stages=tuple(
+            StagePlacement(
+                stage_id=f"stage-{index}",
+                stage_index=index,
+                endpoint=endpoint,
+                layer_start=start,
+                layer_end=end,
+                load_mode="runtime-slice",
+            )
+            for index, ((start, end), endpoint) in enumerate(zip(ranges, endpoints, strict=True))
+        ),
+    )
+
+
+def ranges_of(stages: int) -> list[tuple[int, int]]:
+    size = LAYERS // stages
+    return [(i * size, LAYERS if i == stages - 1 else (i + 1) * size) for i in range(stages)]
+
+
+@attrs.define
+class Cluster:
+    """Running stages, first to last, with the engines they use."""
+
+    stages: list[Stage]
+    engines: list[ToyEngine]
+    transport: Transport
+
+    @property
+    def first(self) -> Stage:
+        return self.stages[0]
+
+    @property
+    def free_sequences(self) -> list[int]:
+        return [stage.context.scheduler.free_sequences for stage in self.stages]
+
+
+@contextlib.asynccontextmanager
+async def toy_cluster(
+    stages: int = 3,
+    *,
+    options: StageOptions | None = None,
+    transport: Transport | None = None,
+    inline: bool = False,
+    make_engine: Callable[..., ToyEngine] = ToyEngine,
+    **keys: Any,
+) -> AsyncIterator[Cluster]:
+    """A chain of ``stages`` toy stages over memory links by default."""
+    transport = transport or MemoryTransport()
+    ranges = ranges_of(stages)
+    endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(stages)]
+    topology = toy_topology(ranges, endpoints)
+    engines: dict[int, ToyEngine] = {}
+
+    def factory(config: StageConfig) -> StageEngine:
+        engine = make_engine(
+            config.layer_start,
+            config.layer_end,
+            LAYERS,
+            context_length=config.ctx_size,
+            max_sequences=config.lane_count,
+        )
+        engines[config.stage_index] = engine
+        return engine
+
+    async with contextlib.AsyncExitStack() as stack:
+        running: list[Stage] = []
+        for index in reversed(range(stages)):
+            running.insert(
+                0,
+                await stack.enter_async_context(
+                    open_stage(
+                        config := toy_config(index, ranges, endpoints, **keys),
+                        topology,
+                        options or StageOptions(),
+                        functools.partial(factory, config),
+                        transport=transport,
+                        inline=inline,
+                    )
+                ),
+            )
+        yield Cluster(running, [engines[i] for i in range(stages)], transport)

@@ -1,0 +1,175 @@
+"""Small random models for tests: real GGUF files that llama.cpp loads, a few hundred KiB each.
+
+The weights are noise, so the text is noise too; what such a model is for is comparing runs. The tokenizer is
+a real one of the gpt2 kind: one token per byte and a few merges, so every text tokenises and comes back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
+
+BOS, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (BOS, IM_START, IM_END)
+MERGES = ("t h", "th e", "Ġ a", "Ġ the", "i n", "e r", "o n", "Ġ t", "r e", "in g")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Biases and norms beyond the llama layout, by architecture.
+_BIASES: Mapping[str, tuple[str, ...]] = {"qwen2": ("attn_q", "attn_k", "attn_v")}
+_QK_NORMS = ("qwen3",)
+_UNTIED_ONLY = ("internlm2",)
+
+
+def byte_characters() -> list[str]:
+    """The character that stands for each byte 0…255 in a gpt2 vocabulary.
+
+    Printable Latin-1 stands for itself, the rest moves behind U+0100 in order (GPT-2's ``bytes_to_unicode``).
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(moved)) for byte in range(256)]
+
+
+def vocabulary() -> list[str]:
+    """Token texts: 256 bytes, the merged pairs, three control tokens."""
+    return [*byte_characters(), *(merge.replace(" ", "") for merge in MERGES), *SPECIAL]
+
+
+def write_tiny(
+    path: str | os.PathLike[str],
+    arch: str = "llama",
+    layers: int = 6,
+    tied: bool = True,
+    seed: int = 0,
+    *,
+    width: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    feed_forward: int = 128,
+    context: int = 512,
+    weights: str = "F32",
+    extra: Mapping[str, tuple[GGUFValueType, object]] | None = None,
+    tokens: Sequence[str] | None = None,
+) -> Path:
+    """Write a random model; the same arguments give the same file.
+
+    ``arch`` is llama, mistral3, qwen2, qwen3 or internlm2 (untied only); other names get llama's layout,
+    good for reading the header only. ``weights`` is the ggml type of the matrices (norms, biases stay F32).
+    ``extra`` adds or replaces metadata: key → (type, value), where a list is an array of that type.
+    ``tokens`` replaces the vocabulary.
+    """
+    if tied and arch in _UNTIED_ONLY:
+        raise ValueError(f"{arch} models have an output matrix, use tied=False")
+    out = GGUFWriter(os.fspath(path), arch)
+    texts = list(tokens) if tokens is not None else vocabulary()
+    metadata = _metadata(arch, layers, width, heads, kv_heads, feed_forward, context, texts)
+    metadata.update(extra or {})
+    for key, (kind, value) in metadata.items():
+        sub = None
+        if isinstance(value, list):
+            sub = kind
+            kind = GGUFValueType.ARRAY
+        out.add_key_value(key, value, kind, sub)
+    if "general.alignment" in metadata:
+        out.data_alignment = cast(int, metadata["general.alignment"][1])
+    generator = np.random.default_rng([seed, *arch.encode()])
+    quantised = GGMLQuantizationType[weights]
+    for name, shape in _shapes(arch, layers, tied, width, heads, kv_heads, feed_forward, len(texts)):
+        data = generator.normal(0.0, 0.1, shape[::-1]).astype(np.float32)
+        if name.endswith("norm.weight"):
+            data += 1.0
+        if len(shape) == 2 and quantised is not GGMLQuantizationType.F32:
+            out.add_tensor(name, quants.quantize(data, quantised), raw_dtype=quantised)
+        else:
+            out.add_tensor(name, data)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return Path(path)
+
+
+def _metadata(
+    arch: str,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    feed_forward: int,
+    context: int,
+    texts: list[str],
+) -> dict[str, tuple[GGUFValueType, object]]:
+    kinds = [3 if text in SPECIAL else 1 for text in texts]  # 3 is a control token, 1 a normal one
+    number, real, text, flag = (
+        GGUFValueType.UINT32,
+        GGUFValueType.FLOAT32,
+        GGUFValueType.STRING,
+        GGUFValueType.BOOL,
+    )
+    metadata: dict[str, tuple[GGUFValueType, object]] = {
+        "general.name": (text, f"tiny {arch}"),
+        f"{arch}.vocab_size": (number, len(texts)),
+        f"{arch}.context_length": (number, context),
+        f"{arch}.embedding_length": (number, width),
+        f"{arch}.block_count": (number, layers),
+        f"{arch}.feed_forward_length": (number, feed_forward),
+        f"{arch}.attention.head_count": (number, heads),
+        f"{arch}.attention.head_count_kv": (number, kv_heads),
+        f"{arch}.attention.key_length": (number, width // heads),
+        f"{arch}.attention.value_length": (number, width // heads),
+        f"{arch}.attention.layer_norm_rms_epsilon": (real, 1e-5),
+        f"{arch}.rope.dimension_count": (number, width // heads),
+        f"{arch}.rope.freq_base": (real, 10000.0),
+        "tokenizer.ggml.model": (text, "gpt2"),
+        "tokenizer.ggml.pre": (text, "gpt-2"),
+        "tokenizer.ggml.tokens": (text, texts),
+        "tokenizer.ggml.token_type": (GGUFValueType.INT32, kinds),
+        "tokenizer.ggml.merges": (text, list(MERGES)),
+        "tokenizer.ggml.add_bos_token": (flag, False),
+        "tokenizer.chat_template": (text, CHAT_TEMPLATE),
+    }
+    if BOS in texts:
+        metadata["tokenizer.ggml.bos_token_id"] = (number, texts.index(BOS))
+        metadata["tokenizer.ggml.eos_token_id"] = (number, texts.index(IM_END))
+    return metadata
+
+
+def _shapes(
+    arch: str, layers: int, tied: bool, width: int, heads: int, kv_heads: int, feed_forward: int, vocab: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes in ggml's order (contiguous size first)."""
+    head = width // heads
+    matrices = {
+        "attn_q": (width, heads * head),
+        "attn_k": (width, kv_heads * head),
+        "attn_v": (width, kv_heads * head),
+        "attn_output": (heads * head, width),
+        "ffn_gate": (width, feed_forward),
+        "ffn_up": (width, feed_forward),
+        "ffn_down": (feed_forward, width),
+    }
+    out: list[tuple[str, tuple[int, ...]]] = [
+        ("token_embd.weight", (width, vocab)),
+        ("output_norm.weight", (width,)),
+    ]
+    if not tied:
+        out.append(("output.weight", (width, vocab)))
+    for layer in range(layers):
+        out.append((f"blk.{layer}.attn_norm.weight", (width,)))
+        if arch in _QK_NORMS:
+            out += [(f"blk.{layer}.{name}.weight", (head,)) for name in ("attn_q_norm", "attn_k_norm")]
+        for name, shape in matrices.items():
+            if name == "ffn_gate":
+                out.append((f"blk.{layer}.ffn_norm.weight", (width,)))
+            out.append((f"blk.{layer}.{name}.weight", shape))
+            if name in _BIASES.get(arch, ()):
+                out.append((f"blk.{layer}.{name}.bias", (shape[1],)))
+    return out
