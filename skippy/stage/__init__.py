@@ -1,7 +1,7 @@
 """One stage as a service.
 
-Here live the runtime thread, the scheduler, sessions, upstream connections, downstream lanes, prediction returns
-and link backends. Import the names below from here. Never here: HTTP, prompts, text.
+Here live the runtime thread, the scheduler, sessions, upstream connections, downstream lanes, prediction
+returns and link backends. Import the names below from here. Never here: HTTP, prompts, text.
 """
 
 from .errors import (

@@ -110,8 +110,8 @@ def find_neighbours(
             stage_zero = upstream.endpoint
         if stage_zero is None:
             raise StageStartError(
-                f"{config.stage_id}: the last stage returns predictions straight to stage 0, but does not know "
-                "its endpoint; give a topology, or an `upstream` with stage_index 0"
+                f"{config.stage_id}: the last stage returns predictions straight to stage 0, but does not "
+                "know its endpoint; give a topology, or an `upstream` with stage_index 0"
             )
     return (
         Endpoint.parse(downstream) if downstream else None,

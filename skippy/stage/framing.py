@@ -12,7 +12,8 @@ from .links import Link
 async def receive_message(link: Link, decoder: MessageDecoder) -> Message | None:
     """The next whole message; None when the stream ended between frames.
 
-    Raises RemoteProtocolError for bytes that break a rule or an end inside a frame, LinkClosed for a dead link.
+    Raises RemoteProtocolError for bytes that break a rule or an end inside a frame, LinkClosed for a dead
+    link.
     Cancellation loses nothing: bytes received so far stay in the decoder.
     """
     while (message := decoder.next_message()) is None:

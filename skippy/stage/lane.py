@@ -168,7 +168,7 @@ class Lane:
     async def wait_settled(self) -> None:
         """Wait until every acknowledgement and prediction owed so far has come.
 
-        Raises the lane's failure, or waits for ever, when the lane ends first: watch ``wait_ended`` beside it.
+        Raises the lane's failure, or waits for ever, when the lane ends first: watch ``wait_ended`` too.
         """
         if self._downstream is not None:
             await self._downstream.wait_drained()
@@ -355,7 +355,8 @@ class Lane:
 
     async def _open_return(self, message: Message) -> None:
         context = self._context
-        assert context.return_endpoint is not None and self._nursery is not None
+        assert context.return_endpoint is not None
+        assert self._nursery is not None
         link = await dial_stage(
             context.transport,
             context.return_endpoint,

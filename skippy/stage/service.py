@@ -1,4 +1,4 @@
-"""A running stage: engine, listener and everything between them, for the length of an ``async with`` block."""
+"""A running stage: engine, listener and all between them, for the length of an ``async with`` block."""
 
 from __future__ import annotations
 

@@ -68,12 +68,15 @@ async def test_two_clients_at_once_get_what_each_would_get_alone() -> None:
         results[name] = await generate(generator, request)
 
     with trio.fail_after(20):
-        async with toy_cluster(3) as cluster, generator_over(cluster, lanes=2) as generator:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(client, "greedy", GenerationRequest(prompt=other, max_tokens=30))
-                nursery.start_soon(
-                    client, "seeded", GenerationRequest(prompt=PROMPT, max_tokens=30, sampling=seeded)
-                )
+        async with (
+            toy_cluster(3) as cluster,
+            generator_over(cluster, lanes=2) as generator,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(client, "greedy", GenerationRequest(prompt=other, max_tokens=30))
+            nursery.start_soon(
+                client, "seeded", GenerationRequest(prompt=PROMPT, max_tokens=30, sampling=seeded)
+            )
     assert results["greedy"] == unsplit_tokens(other, 30)
     assert results["seeded"] == unsplit_tokens(PROMPT, 30, seeded)
     assert results["seeded"] != unsplit_tokens(PROMPT, 30)

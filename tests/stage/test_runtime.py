@@ -1,0 +1,96 @@
+"""The runtime thread: order, results, and what cancellation leaves behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import trio
+import trio.testing
+
+from skippy.stage.queues import PendingReply, SendQueue
+from skippy.stage.runtime import open_runtime_thread
+
+
+async def test_calls_run_in_order_on_one_thread() -> None:
+    seen: list[tuple[int, int]] = []
+    with trio.fail_after(10):
+        async with open_runtime_thread() as runtime:
+            for number in range(5):
+                runtime.post(lambda n=number: seen.append((n, threading.get_ident())))
+            assert await runtime.run(lambda: "result") == "result"
+    assert [number for number, _ in seen] == list(range(5))
+    assert len({thread for _, thread in seen}) == 1
+    assert seen[0][1] != threading.get_ident()
+
+
+async def test_exceptions_come_back_and_the_thread_goes_on() -> None:
+    with trio.fail_after(10):
+        async with open_runtime_thread() as runtime:
+            with pytest.raises(ZeroDivisionError):
+                await runtime.run(lambda: 1 // 0)
+            runtime.post(lambda: 1 // 0)
+            assert await runtime.run(lambda: 2) == 2
+
+
+async def test_a_cancelled_call_that_has_not_begun_never_runs() -> None:
+    ran: list[str] = []
+    gate = threading.Event()
+    with trio.fail_after(10):
+        async with open_runtime_thread() as runtime:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(runtime.run, gate.wait)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(runtime.run, lambda: ran.append("cancelled"))
+                await trio.testing.wait_all_tasks_blocked()
+                runtime.post(lambda: ran.append("posted"))
+                nursery.cancel_scope.cancel()
+            gate.set()
+            await runtime.run(lambda: ran.append("later"))
+    assert ran == ["posted", "later"]
+
+
+async def test_leaving_runs_what_was_posted() -> None:
+    ran: list[int] = []
+    with trio.fail_after(10):
+        async with open_runtime_thread() as runtime:
+            runtime.post(lambda: ran.append(1))
+            runtime.post(lambda: ran.append(2))
+    assert ran == [1, 2]
+
+
+async def test_send_queue_is_bounded_and_flushes() -> None:
+    queue: SendQueue[int] = SendQueue(2)
+    taken: list[int] = []
+
+    async def drain() -> None:
+        while True:
+            taken.append(await queue.get())
+
+    with trio.fail_after(10):
+        queue.put(1)
+        queue.put(2)
+        with trio.move_on_after(0) as scope:
+            await queue.wait_room()
+        assert scope.cancelled_caught
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(drain)
+            await queue.wait_room()
+            queue.put(3)
+            await queue.wait_flushed()
+            assert taken == [1, 2, 3]
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_failed_reply_raises_for_every_waiter_and_a_set_one_stays() -> None:
+    from skippy.protocol import Reply
+    from skippy.stage import LaneLost
+
+    lost = PendingReply()
+    lost.fail(LaneLost("gone"))
+    for _ in range(2):
+        with pytest.raises(LaneLost, match="gone"):
+            await lost.wait()
+    kept = PendingReply(Reply.ack())
+    kept.fail(LaneLost("gone"))
+    assert await kept.wait() == Reply.ack()
