@@ -1,0 +1,106 @@
+"""Summaries, and the table of families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFReader, GGUFValueType
+
+from skippy.models import FAMILIES, GGUFError, GGUFHeader, SliceInfo, ensure_slice, family_of, inspect_model
+from skippy.models.families import NEEDS
+from tests.support.tiny_models import write_tiny
+
+
+def test_inspect_a_model(untied: Path) -> None:
+    summary = inspect_model(untied)
+    reference = GGUFReader(untied).tensors
+    assert summary.slice == SliceInfo.from_file(untied)
+    assert summary.name == "tiny qwen2"
+    assert summary.parameters == sum(t.n_elements for t in reference)
+    assert sum(summary.quantisation.values()) == sum(t.n_bytes for t in reference)
+    assert list(summary.quantisation) == ["Q8_0", "F32"]
+    expected = sum(t.n_bytes for t in reference if t.name.startswith("blk.2."))
+    assert summary.bytes_per_layer == (expected,) * 6
+    assert summary.other_bytes == sum(t.n_bytes for t in reference if not t.name.startswith("blk."))
+    assert summary.unsplittable is None
+
+
+def test_inspect_says_why_not(tied: Path, tmp_path: Path) -> None:
+    gemma = inspect_model(write_tiny(tmp_path / "g.gguf", "gemma2", layers=2))
+    assert gemma.unsplittable is not None
+    assert "'gemma2' cannot be split yet" in gemma.unsplittable
+    single = inspect_model(write_tiny(tmp_path / "s.gguf", layers=1))
+    assert single.unsplittable == "it has a single layer"
+    piece = inspect_model(ensure_slice(tied, 1, 3, cache_dir=tmp_path).path)
+    assert piece.unsplittable == "already a slice, layers 1:3 of 6"
+    assert len(piece.bytes_per_layer) == 3
+
+
+def test_the_name_falls_back_on_the_file(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "some-model.gguf", layers=1)
+    raw = model.read_bytes().replace(b"general.name", b"general.nome")
+    model.write_bytes(raw)
+    assert inspect_model(model).name == "some-model"
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "message"),
+    [
+        ("llama.block_count", GGUFValueType.STRING, "six", "is STRING, expected a non-negative integer"),
+        ("llama.block_count", GGUFValueType.BOOL, True, "is BOOL, expected a non-negative integer"),
+        ("llama.embedding_length", GGUFValueType.INT32, -1, "is INT32, expected a non-negative integer"),
+        ("general.name", GGUFValueType.UINT32, 3, "is UINT32, expected a text"),
+        ("llama.context_length", GGUFValueType.UINT32, [1], "is ARRAY, expected a non-negative integer"),
+    ],
+)
+def test_keys_of_a_wrong_type(
+    tmp_path: Path, key: str, kind: GGUFValueType, value: Any, message: str
+) -> None:
+    model = write_tiny(tmp_path / "m.gguf", layers=2, extra={key: (kind, value)})
+    with pytest.raises(GGUFError, match=f"metadata key '{key}' {message}"):
+        inspect_model(model)
+
+
+def test_absurd_sizes(tmp_path: Path) -> None:
+    absurd = {"llama.embedding_length": (0, 1 << 40), "llama.vocab_size": (1 << 31, 1 << 62)}
+    for key, values in absurd.items():
+        for value in values:
+            model = write_tiny(tmp_path / "m.gguf", layers=2, extra={key: (GGUFValueType.UINT64, value)})
+            raw = model.read_bytes()
+            model.write_bytes(raw.replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.t_kens"))
+            with pytest.raises(GGUFError, match=f"damaged: an? .* of {value}"):
+                SliceInfo.from_file(model)
+
+
+def test_missing_keys(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf", layers=2)
+    raw = model.read_bytes()
+    for key in (b"general.architecture", b"llama.block_count"):
+        model.write_bytes(raw.replace(key, key[:-1] + b"_"))
+        with pytest.raises(GGUFError, match=f"metadata key '{key.decode()}' is missing"):
+            SliceInfo.from_file(model)
+
+
+def test_slice_keys_that_contradict(tied: Path, tmp_path: Path) -> None:
+    piece = ensure_slice(tied, 1, 3, cache_dir=tmp_path).path
+    header = GGUFHeader.read(piece)
+    raw = bytearray(piece.read_bytes())
+    at = header.metadata["skippy.slice.layer_end"].end - 4
+    raw[at] = 5
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(raw)
+    with pytest.raises(GGUFError, match="says it is a slice 1:5 of 6 layers"):
+        SliceInfo.from_file(damaged)
+
+
+def test_the_table(tied: Path) -> None:
+    family = family_of(GGUFHeader.read(tied))
+    assert (family.architecture, family.output_required) == ("llama", False)
+    assert family.boundary.format(7) == "l_out-7"
+    assert {"llama", "qwen2", "qwen3", "mistral3", "qwen3moe", "phi3"} <= FAMILIES.keys()
+    assert FAMILIES["phi2"].output_required
+    assert not FAMILIES.keys() & NEEDS.keys()
+    assert all(name == entry.architecture for name, entry in FAMILIES.items())
+    assert all(NEEDS.values())
