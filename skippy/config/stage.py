@@ -140,10 +140,7 @@ class StageConfig:
             self.layer_start < self.layer_end,
             f"layer_start: is {self.layer_start}, must be below layer_end, which is {self.layer_end}",
         )
-        if self.n_batch is not None and self.n_ubatch is not None:
-            require(
-                self.n_ubatch <= self.n_batch, f"n_ubatch: is {self.n_ubatch}, above n_batch {self.n_batch}"
-            )
+        self._check_engine()
         check_load_mode(self.load_mode)
         require(
             self.model_path is not None, "model_path: is missing; load_mode runtime-slice needs a GGUF file"

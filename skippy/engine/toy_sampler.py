@@ -95,8 +95,8 @@ def _apply(name: str, kept: Values, settings: SamplingConfig) -> Values:
     if name in ("top_p", "min_p"):
         weights = np.exp(kept - kept[0])
         if name == "min_p":
-            return kept[weights >= settings.min_p]
+            return kept[: int(np.count_nonzero(weights >= settings.min_p))]
         if settings.top_p < 1.0:
-            share: Values = np.cumsum(weights) / weights.sum()
+            share = np.cumsum(weights) / weights.sum()
             return kept[: int(np.searchsorted(share, settings.top_p)) + 1]
     return kept

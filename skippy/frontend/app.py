@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from quart import Response, request
+from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
@@ -65,12 +65,17 @@ def _json(value: Any, status: int = 200) -> Response:
 def _add_errors(app: QuartTrio) -> None:
     @app.errorhandler(ApiError)
     async def api_error(error: ApiError) -> Response:
-        return _json(error.envelope(), error.status)
+        response = _json(error.envelope(), error.status)
+        if error.status == 429:
+            response.headers["retry-after"] = "1"
+        return response
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
         status = error.code or 500
-        if isinstance(error, NotFound):
+        if not has_request_context():  # a WebSocket handshake
+            shown = ApiError("there is no WebSocket here", status=status)
+        elif isinstance(error, NotFound):
             shown = ApiError(f"there is nothing at {request.method} {request.path[:200]}", status=404)
         elif isinstance(error, MethodNotAllowed):
             methods = ", ".join(sorted(error.valid_methods or ()))

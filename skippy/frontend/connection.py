@@ -28,17 +28,22 @@ class OwningConnection(TrioASGIHTTPConnection):
 
     _complete = False
 
-    async def handle_request(self, nursery: trio.Nursery, request: Request, send: Any) -> None:
+    # The two signatures are quart-trio's, which differ from those of its base class in quart.
+    async def handle_request(  # type: ignore[override]
+        self, nursery: trio.Nursery, request: Request, send: Any
+    ) -> None:
         cast(dict[str, Any], request.scope)[_NURSERY] = nursery
 
-        async def watched_send(message: dict[str, Any]) -> None:
+        async def watched_send(message: Any) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 self._complete = True
             await send(message)
 
         await super().handle_request(nursery, request, watched_send)
 
-    async def handle_messages(self, nursery: trio.Nursery, request: Request, receive: Any) -> None:
+    async def handle_messages(  # type: ignore[override]
+        self, nursery: trio.Nursery, request: Request, receive: Any
+    ) -> None:
         await ASGIHTTPConnection.handle_messages(self, request, receive)
         # Hypercorn reports a disconnect from inside the send that completes a response, too. Cancelling that
         # send would leave the connection neither idle (no keep-alive deadline) nor closed.

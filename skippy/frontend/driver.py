@@ -27,7 +27,7 @@ from .lanes import REPLY_TIMEOUT_SECS, LanePool, PooledLane
 
 
 class ChainGenerator:
-    """Serves generations over a stage's lane pool. Implements :class:`skippy.frontend.generation.Generator`."""
+    """Serves generations over a lane pool. Implements :class:`skippy.frontend.generation.Generator`."""
 
     def __init__(self, stage: Stage, pool: LanePool, model_id: str, prefill_chunk_size: int) -> None:
         vocabulary = stage.vocabulary
@@ -60,7 +60,7 @@ class ChainGenerator:
         count, limit = len(request.prompt), self.context_length
         if not 0 < count < limit:
             raise ContextLengthExceeded(
-                f"the prompt has {count} tokens; this model's context holds {limit}, one of them for the answer"
+                f"the prompt has {count} tokens; the context holds {limit}, one of them for the answer"
                 if count
                 else "the prompt is empty"
             )

@@ -135,7 +135,7 @@ class LanePool:
             self._waiting -= 1
 
     def _drop_dead(self) -> bool:
-        """Whether an idle lane is there that lives; one that has just ended may not be out of the list yet."""
+        """Whether an idle, living lane is there; one that has just ended may still be in the list."""
         while self._idle and self._idle[0].lane.failure is not None:
             self._idle.popleft()
         return bool(self._idle)

@@ -76,9 +76,14 @@ class PromptBuilder:
         def guarded(text: str) -> str:
             if self._special is None or self._special.search(text) is None:
                 return text
+            # White space stays outside, where the template can trim it.
+            core = text.strip()
+            if self._special.search(core) is None:
+                core = text
+            before, after = text.split(core, 1)
             placeholder = f"x{secrets.token_hex(16)}x"
-            originals[placeholder] = text
-            return placeholder
+            originals[placeholder] = core
+            return before + placeholder + after
 
         context: dict[str, Any] = {
             "messages": [_template_message(message, guarded) for message in messages],

@@ -1,7 +1,7 @@
 """Sampling fields of a request → the sampling block of the wire.
 
 Defaults are llama.cpp's (temperature 0.8, top_p 0.95, top_k 40, min_p 0.05), not OpenAI's: clients that
-say nothing get what a local model is tuned for. ``docs/openai.md`` lists every field with its range.
+say nothing get what a local model is tuned for. Names and ranges stand in :func:`parse_sampling`.
 """
 
 from __future__ import annotations

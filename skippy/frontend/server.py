@@ -12,6 +12,7 @@ import struct
 from functools import partial
 from typing import Final
 
+import attrs
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
@@ -121,8 +122,8 @@ async def serve_http(
     """Serve ``app`` over HTTP until ``shutdown`` is set or the call is cancelled.
 
     After ``shutdown`` no connection is accepted; running requests have ``grace_secs`` to finish, then their
-    generations end with an error frame, and 0.5 s later what is left is cut off. Cancellation cuts off at
-    once. Neither waits for a client that does not read.
+    generations end with an error frame, and 0.5 s later what is left is cut off. Cancellation does the same
+    without the grace. Neither waits for a client that does not read.
 
     Args:
         bind: ``"host:port"`` (port 0 takes a free one, an IPv6 host goes in brackets), ``"fd://N"`` for an
@@ -135,30 +136,59 @@ async def serve_http(
         OSError: the address cannot be had (in use, not of this machine); the text names it.
     """
     listeners = await open_listeners(bind, stall_timeout_secs)
+    closing = _Closing(grace_secs)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_serve, app, listeners, closing, stall_timeout_secs, task_status)
+        try:
+            await (trio.Event() if shutdown is None else shutdown).wait()
+        except trio.Cancelled:
+            closing.grace_secs = 0.0
+            raise
+        finally:
+            closing.event.set()
+
+
+@attrs.define(slots=True)
+class _Closing:
+    """How the shielded server learns that it is to end, and how much time it has."""
+
+    grace_secs: float
+    event: trio.Event = attrs.field(factory=trio.Event)
+
+
+async def _serve(
+    app: QuartTrio,
+    listeners: list[trio.SocketListener],
+    closing: _Closing,
+    stall_secs: float,
+    task_status: trio.TaskStatus[tuple[str, int]],
+) -> None:
+    """Everything but the wait for the end. Shielded, so that streams can say why they end; never for long."""
     config = _hypercorn_config()
     context = WorkerContext(None)
-    connections = _Connections(app, config, context, stall_timeout_secs)
+    connections = _Connections(app, config, context, stall_secs)
     lifespan = Lifespan(ASGIWrapper(app), config, {})
-    async with trio.open_nursery() as lifespan_nursery:
-        await lifespan_nursery.start(lifespan.handle_lifespan)
-        await lifespan.wait_for_startup()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(connections.abort_when_cancelled)
-            async with trio.open_nursery() as accepting:
-                serve = partial(trio.serve_listeners, handler_nursery=nursery)
-                await accepting.start(serve, connections.handle, listeners)
-                task_status.started(_address(listeners[0].socket.getsockname()))
-                await (trio.Event() if shutdown is None else shutdown).wait()
-                accepting.cancel_scope.cancel()
-            await context.terminated.set()  # idle connections close at once
-            with trio.move_on_after(grace_secs):
-                await connections.wait_empty()
-            end_generations(app)
-            with trio.move_on_after(FLUSH_SECS):
-                await connections.wait_empty()
-            nursery.cancel_scope.cancel()
-        await lifespan.wait_for_shutdown()
-        lifespan_nursery.cancel_scope.cancel()
+    with trio.CancelScope(shield=True):
+        async with trio.open_nursery() as lifespan_nursery:
+            await lifespan_nursery.start(lifespan.handle_lifespan)
+            await lifespan.wait_for_startup()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(connections.abort_when_cancelled)
+                async with trio.open_nursery() as accepting:
+                    serve = partial(trio.serve_listeners, handler_nursery=nursery)
+                    await accepting.start(serve, connections.handle, listeners)
+                    task_status.started(_address(listeners[0].socket.getsockname()))
+                    await closing.event.wait()
+                    accepting.cancel_scope.cancel()
+                await context.terminated.set()  # idle connections close at once
+                with trio.move_on_after(closing.grace_secs):
+                    await connections.wait_empty()
+                end_generations(app)
+                with trio.move_on_after(FLUSH_SECS):
+                    await connections.wait_empty()
+                nursery.cancel_scope.cancel()
+            await lifespan.wait_for_shutdown()
+            lifespan_nursery.cancel_scope.cancel()
 
 
 def _hypercorn_config() -> Config:

@@ -9,7 +9,7 @@ import attrs
 import trio
 from quart import Response
 
-from skippy.telemetry import NULL_TELEMETRY, names
+from skippy.telemetry import NULL_TELEMETRY, Level, names
 
 from .errors import ApiError
 from .generation import GenerationRequest, Generator
@@ -141,25 +141,23 @@ class CompletionService:
     async def _own(self, task: GenerationTask, request: CommonRequest, caller: Caller) -> None:
         """The generation's task: run it, and account for it on every path."""
         self._running.add(task)
-        with self._telemetry.span(
-            names.STAGE_OPENAI_GENERATION_SUMMARY, request_id=caller.request_id
-        ) as span:
+        summary = self._telemetry.span(
+            names.STAGE_OPENAI_REQUEST_SUMMARY,
+            level=Level.SUMMARY,
+            request_id=caller.request_id,
+            stream=request.stream,
+        )
+        with summary as span:
             try:
                 await task.run()
             finally:
                 self._running.discard(task)
                 usage = task.usage
                 span["status"] = task.outcome
-                self._telemetry.emit(
-                    names.STAGE_OPENAI_REQUEST_SUMMARY,
-                    request_id=caller.request_id,
-                    status=task.outcome,
-                    stream=request.stream,
-                    finish_reason=task.finish_reason,
-                    prompt_tokens=usage.prompt_tokens,
-                    completion_tokens=usage.completion_tokens,
-                    cached_tokens=0,
-                )
+                span["finish_reason"] = task.finish_reason
+                span["prompt_tokens"] = usage.prompt_tokens
+                span["completion_tokens"] = usage.completion_tokens
+                span["cached_tokens"] = 0
                 if task.outcome in ("stalled", "cancelled"):
                     how = "receiver_stalled" if task.outcome == "stalled" else "receiver_dropped"
                     self._telemetry.emit(

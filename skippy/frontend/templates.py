@@ -19,6 +19,7 @@ START_SECS: Final = 30.0
 # Wall time is a multiple of processor time, so that a busy machine is not mistaken for an endless loop.
 WALL_FACTOR: Final = 5.0
 _HEADER_BYTES: Final = 4
+_PACKAGE_PARENT: Final = str(Path(__file__).resolve().parents[2])
 
 
 class _WorkerLost(Exception):
@@ -165,9 +166,7 @@ class TemplateRenderer:
 
     async def _start_worker(self) -> _Worker:
         # Only what Python needs to find its modules: a template must not find secrets in the environment.
-        package_parent = str(Path(__file__).resolve().parents[2])
-        paths = [package_parent, *(path for path in sys.path if path)]
-        environment = {"PYTHONPATH": os.pathsep.join(paths)}
+        environment = {"PYTHONPATH": os.pathsep.join([_PACKAGE_PARENT, *filter(None, sys.path)])}
         for name in ("PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT"):
             if name in os.environ:
                 environment[name] = os.environ[name]

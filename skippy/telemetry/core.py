@@ -168,6 +168,7 @@ class Telemetry:
         self._context = dict(context or {})
         self._flush_seconds = flush_seconds
         self._lock = threading.Lock()
+        self._sink_lock = threading.Lock()
         self._queue: deque[Event] = deque()
         self._waker: tuple[trio.lowlevel.TrioToken, trio.Event] | None = None
         self._queued = self._sent = self._dropped = self._export_errors = 0
@@ -262,33 +263,35 @@ class Telemetry:
             with self._lock:
                 self._waker = None
             with trio.CancelScope(shield=True, deadline=trio.current_time() + self._flush_seconds):
+                await self._hand_over()  # at least once: it also waits for a write that was abandoned
                 while self._queue:
                     await self._hand_over()
 
     async def _hand_over(self) -> None:
         """Write one batch; cancellation abandons a blocked write to its thread."""
         if self._sink is None:
-            return
-        with self._lock:
-            batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
-        if not batch:
-            return
-        if self._sink.blocking:
-            await trio.to_thread.run_sync(self._write, batch, abandon_on_cancel=True)
+            await trio.lowlevel.checkpoint()
+        elif self._sink.blocking:
+            await trio.to_thread.run_sync(self._write, self._sink, abandon_on_cancel=True)
         else:
-            self._write(batch)
+            self._write(self._sink)
             await trio.lowlevel.checkpoint()
 
-    def _write(self, batch: Sequence[Event]) -> None:
-        assert self._sink is not None
-        try:
-            self._sink.write(batch)
-        except Exception:  # a broken sink must not end the service; the count says so
+    def _write(self, sink: Sink) -> None:
+        """Take a batch and write it. One at a time, also when an earlier one was abandoned and still runs."""
+        with self._sink_lock:
             with self._lock:
-                self._export_errors += 1
-            return
-        with self._lock:
-            self._sent += len(batch)
+                batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+            if not batch:
+                return
+            try:
+                sink.write(batch)
+            except Exception:  # a broken sink must not end the service; the count says so
+                with self._lock:
+                    self._export_errors += 1
+                return
+            with self._lock:
+                self._sent += len(batch)
 
 
 NULL_TELEMETRY = Telemetry(Level.OFF)

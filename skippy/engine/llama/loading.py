@@ -10,7 +10,7 @@ from skippy.engine.options import EngineOptions
 from skippy.engine.tap import Tap
 from skippy.models import SliceInfo
 
-from .native import api, reported_errors, usable_cores
+from .native import api, metadata, reported_errors, usable_cores
 
 _CELL_PADDING: Final = 256  # llama.cpp pads each sequence's cells to this
 _SPLIT_MODES: Final = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
@@ -92,13 +92,6 @@ def _check_model(model: int, info: SliceInfo) -> None:
         or metadata(model, f"{info.architecture}.attention.causal") == "false"
     ):
         raise ModelLoadError(f"{info.path} ({info.architecture}) does not generate text token by token")
-
-
-def metadata(model: int, key: str) -> str | None:
-    """A scalar metadata value as text, or None; at most 255 bytes."""
-    buffer = ctypes.create_string_buffer(256)
-    size = api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return None if size < 0 else buffer.value.decode(errors="replace")
 
 
 def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap | None) -> int:

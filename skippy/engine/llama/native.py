@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import llama_cpp.llama_cpp as _module
+import numpy as np
 import structlog
 
 from skippy.engine.base import ModelLoadError
@@ -23,6 +24,8 @@ api: Final[Any] = _module
 _LEVEL_WARN: Final = 3
 _LEVEL_ERROR: Final = 4
 _LEVEL_CONTINUED: Final = 5
+_EXPECTED: Final = ("dummy tokens",)
+"""Warnings that every slice without a vocabulary causes, by design."""
 
 _log = structlog.get_logger("skippy.llama")
 _lock = threading.Lock()
@@ -49,7 +52,7 @@ class _LogRouter:
         if self._level == _LEVEL_ERROR:
             self.errors.append(message)
             _log.error("llama.cpp", message=message)
-        else:
+        elif not any(words in message for words in _EXPECTED):
             _log.warning("llama.cpp", message=message)
 
 
@@ -101,6 +104,13 @@ def _symbol(libraries: list[ctypes.CDLL], folder: pathlib.Path, name: str) -> in
     return None
 
 
+def metadata(model: int, key: str) -> str | None:
+    """A scalar metadata value as text, or None; at most 255 bytes."""
+    buffer = ctypes.create_string_buffer(256)
+    size = api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return None if size < 0 else buffer.value.decode(errors="replace")
+
+
 def usable_cores() -> int:
     """CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -110,6 +120,4 @@ def usable_cores() -> int:
 
 def address_of(buffer: memoryview) -> int:
     """Address of a C-contiguous buffer's first byte; the caller keeps the buffer alive."""
-    import numpy as np
-
     return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])

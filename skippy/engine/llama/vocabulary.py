@@ -9,9 +9,11 @@ from typing import Final
 
 from skippy.engine.base import EngineError, ModelLoadError, Vocabulary
 
-from .native import api
+from .deep_stack import DIRECT_RUN, OWN_SPLITTER, RUN_LIMIT, call_with_deep_stack, longest_run
+from .native import api, metadata
 
 _NO_VOCABULARY: Final = 0  # LLAMA_VOCAB_TYPE_NONE
+_BYTE_PAIRS: Final = 2  # LLAMA_VOCAB_TYPE_BPE
 _WORDPIECE: Final = 3  # LLAMA_VOCAB_TYPE_WPM
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 3, 1 << 4  # enum llama_token_attr
 _MAX_TEXT_BYTES: Final = 2**30
@@ -34,6 +36,8 @@ class LlamaVocabulary(Vocabulary):
         self._eos = self._token(api.llama_vocab_eos)
         self._adds_bos = bool(api.llama_vocab_get_add_bos(self._vocab))
         self._check_special_ids()
+        pre = metadata(model, "tokenizer.ggml.pre") or "default"
+        self._recursive = api.llama_vocab_type(self._vocab) == _BYTE_PAIRS and pre not in OWN_SPLITTER
         template = api.llama_model_chat_template(model, None)
         self._template = None if template is None else template.decode(errors="replace")
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -129,6 +133,16 @@ class LlamaVocabulary(Vocabulary):
             raise ValueError(f"text has a lone surrogate at character {error.start}") from None
         if len(data) > _MAX_TEXT_BYTES:
             raise ValueError(f"text of {len(data)} bytes, at most {_MAX_TEXT_BYTES} can be tokenised")
+        run = longest_run(text) if self._recursive else 0
+        if run > RUN_LIMIT:
+            raise ValueError(
+                f"text has {run} characters without a break; this model's tokenizer takes {RUN_LIMIT}"
+            )
+        if run > DIRECT_RUN:
+            return call_with_deep_stack(lambda: self._tokenize(data, add_special, parse_special))
+        return self._tokenize(data, add_special, parse_special)
+
+    def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         capacity = len(data) // 2 + 16
         while True:
             buffer = (ctypes.c_int32 * capacity)()
