@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,9 @@ import click
 import httpx
 
 from .errors import CliError
+
+with contextlib.suppress(ImportError):  # line editing and history for input(), where the system has it
+    import readline  # noqa: F401
 
 Message = dict[str, str]
 

@@ -131,7 +131,7 @@ def _describe(
         model_path=str(model),
         ctx_size=context_size(summary, options.ctx_size),
         lane_count=options.lane_count,
-        n_threads=options.threads or max(1, usable_cores() // len(ranges)),
+        n_threads=max(1, usable_cores() // len(ranges)) if options.threads is None else options.threads,
     )
     children = [
         Child(config=config, listener=listener, openai_listener=openai_listener if index == 0 else None)

@@ -13,7 +13,7 @@ import trio
 from skippy.engine import Vocabulary
 from skippy.protocol import Message, MessageKind, Reply, default_state
 from skippy.stage import LaneLost, PendingReply, SettingsRefused, Stage, StageError
-from skippy.telemetry import names
+from skippy.telemetry import Level, Telemetry, names
 
 from .generation import (
     ChainUnavailable,
@@ -65,15 +65,19 @@ class ChainGenerator:
                 else "the prompt is empty"
             )
         request = attrs.evolve(request, max_tokens=min(request.max_tokens, limit - count))
-        pooled = await self._pool.lease()
+        telemetry = self._stage.context.telemetry
+        with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
+            pooled = await self._pool.lease()
         try:
-            with self._stage.context.telemetry.span(
-                names.STAGE_OPENAI_DECODE, prompt_token_count=count
+            stream = ChainStream(pooled, request, self._vocabulary, self._chunk_size, telemetry)
+            with telemetry.span(
+                names.STAGE_OPENAI_DECODE, level=Level.SUMMARY, prompt_token_count=count
             ) as span:
-                stream = ChainStream(pooled, request, self._vocabulary, self._chunk_size)
-                yield stream
-                span["completion_token_count"] = stream.generated
-                span["finish_reason"] = stream.finish_reason
+                try:
+                    yield stream
+                finally:
+                    span["completion_token_count"] = stream.generated
+                    span["finish_reason"] = stream.finish_reason
         finally:
             pooled.give_back()
 
@@ -82,12 +86,18 @@ class ChainStream:
     """The tokens of one generation. Cancelling an iteration step ends the generation."""
 
     def __init__(
-        self, pooled: PooledLane, request: GenerationRequest, vocabulary: Vocabulary, chunk_size: int
+        self,
+        pooled: PooledLane,
+        request: GenerationRequest,
+        vocabulary: Vocabulary,
+        chunk_size: int,
+        telemetry: Telemetry,
     ) -> None:
         self._pooled = pooled
         self._request = request
         self._vocabulary = vocabulary
         self._chunk_size = chunk_size
+        self._telemetry = telemetry
         self._request_id = secrets.randbits(64) or 1
         self._session_id = secrets.randbits(64) or 1
         self._current: int | None = None
@@ -109,9 +119,13 @@ class ChainStream:
             raise StopAsyncIteration
         try:
             if self._current is None:
-                await self._prefill()
+                with self._telemetry.span(names.STAGE_OPENAI_PREFILL, request_id=self._request_id):
+                    await self._prefill()
                 self._current = self._request.prompt[-1]
-            token = await self._decode(self._current)
+            with self._telemetry.span(
+                names.STAGE_OPENAI_DECODE_TOKEN, request_id=self._request_id, decode_step=self.generated
+            ):
+                token = await self._decode(self._current)
         except SettingsRefused as exc:
             raise InvalidSampling(str(exc)) from exc
         except LaneLost as exc:
@@ -142,14 +156,17 @@ class ChainStream:
         )
         for index, start in enumerate(range(0, count, self._chunk_size)):
             chunk = prompt[start : min(start + self._chunk_size, count)]
-            await self._send(
-                MessageKind.PREFILL_EMBD,
-                seq_id=index,
-                pos_start=start,
-                tokens=chunk,
-                prompt_token_count=count,
-                current_token=chunk[-1],
-            )
+            with self._telemetry.span(
+                names.STAGE_OPENAI_PREFILL_CHUNK, seq_id=index, pos_start=start, token_count=len(chunk)
+            ):
+                await self._send(
+                    MessageKind.PREFILL_EMBD,
+                    seq_id=index,
+                    pos_start=start,
+                    tokens=chunk,
+                    prompt_token_count=count,
+                    current_token=chunk[-1],
+                )
 
     async def _decode(self, token: int) -> int:
         step = self.generated

@@ -147,16 +147,23 @@ class LanePool:
             except* StageError as group:
                 self._last_error = str(group.exceptions[0])
                 log.error("no lane to the next stage", reason=self._last_error)
+                self._stage.context.telemetry.emit(
+                    names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACE_FAILED, error=self._last_error
+                )
             await trio.sleep(RETRY_PAUSE_SECS)
 
     async def _one_lane(self) -> None:
+        telemetry = self._stage.context.telemetry
         replies = LocalReplies()
         lane = Lane(self._stage.context, replies)
         async with trio.open_nursery() as nursery:
-            await nursery.start(lane.run)
+            with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_PERSISTENT_CONNECT, lane=lane.number):
+                await nursery.start(lane.run)
             pooled = PooledLane(lane, replies)
             lane.machine.connected()
             self._connected += 1
+            if self._connected == self._size:
+                telemetry.emit(names.STAGE_OPENAI_DOWNSTREAM_POOL_READY, pool_capacity=self._size)
             try:
                 await self._circulate(pooled)
             finally:
@@ -166,8 +173,8 @@ class LanePool:
                 self._changed.unpark_all()
                 nursery.cancel_scope.cancel()
         self._last_error = str(lane.failure)
-        self._stage.context.telemetry.emit(
-            names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACED, lane=lane.number, error=self._last_error
+        telemetry.emit(
+            names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACED, retired_lane=lane.number, error=self._last_error
         )
 
     async def _circulate(self, pooled: PooledLane) -> None:
@@ -190,7 +197,11 @@ class LanePool:
         lane = pooled.lane
         if lane.failure is not None:
             return
-        with trio.move_on_after(REPLY_TIMEOUT_SECS) as scope:
+        telemetry = self._stage.context.telemetry
+        with (
+            trio.move_on_after(REPLY_TIMEOUT_SECS) as scope,
+            telemetry.span(names.STAGE_OPENAI_SESSION_STOP, lane=lane.number),
+        ):
             try:
                 await lane.wait_settled()
                 pooled.replies.clear()

@@ -10,12 +10,12 @@ import re
 import secrets
 from typing import Final
 
+from skippy.engine.sampling import DRY_BREAKER_BYTES
 from skippy.protocol import SamplingConfig
 from skippy.protocol.kinds import (
     MAX_STAGE_DRY_SEQUENCE_BREAKERS,
     MAX_STAGE_LOGIT_BIAS,
     MAX_STAGE_SAMPLERS,
-    MAX_STAGE_SAMPLING_STRING_BYTES,
     SamplingFlag,
 )
 from skippy.protocol.messages import DEFAULT_DRY_SEQUENCE_BREAKERS, DEFAULT_SAMPLERS
@@ -50,6 +50,8 @@ def parse_sampling(fields: Fields) -> SamplingConfig:
         if fields.is_given("repeat_penalty"):
             raise fields.error("repetition_penalty", "is another name of repeat_penalty; give only one")
         repeat_name = "repetition_penalty"
+    for name, off in (("mirostat_mode", (0,)), ("mirostat_entropy", ()), ("mirostat_learning_rate", ())):
+        fields.accept_only(name, off, "mirostat keeps state between draws, which replay cannot restore")
     dry, xtc = _subobject(fields, "dry"), _subobject(fields, "xtc")
     ignore_eos = fields.boolean("ignore_eos")
     flags = SamplingFlag.ENABLED | (SamplingFlag.IGNORE_EOS if ignore_eos else 0)
@@ -62,7 +64,7 @@ def parse_sampling(fields: Fields) -> SamplingConfig:
         min_p=fields.number("min_p", 0.05, 0, 1),
         presence_penalty=fields.number("presence_penalty", 0, -2, 2),
         frequency_penalty=fields.number("frequency_penalty", 0, -2, 2),
-        repeat_penalty=fields.number(repeat_name, 1, 0, 100),
+        repeat_penalty=_repeat_penalty(fields, repeat_name),
         penalty_last_n=_integer(fields, "repeat_last_n", -1, -1, I32_MAX),
         logit_bias=_logit_bias(fields),
         typical_p=fields.number("typical_p", 1, 0, 1),
@@ -76,9 +78,6 @@ def parse_sampling(fields: Fields) -> SamplingConfig:
         dry_sequence_breakers=_breakers(dry),
         xtc_probability=xtc.number("probability", 0, 0, 1),
         xtc_threshold=xtc.number("threshold", 0.1, 0, 1),
-        mirostat_mode=_integer(fields, "mirostat_mode", 0, 0, 2),
-        mirostat_entropy=fields.number("mirostat_entropy", 5, 0, 1000),
-        mirostat_learning_rate=fields.number("mirostat_learning_rate", 0.1, 0, 1000),
         samplers=_samplers(fields),
         ignore_eos=ignore_eos,
     )
@@ -90,6 +89,13 @@ def parse_sampling(fields: Fields) -> SamplingConfig:
 def _integer(fields: Fields, name: str, default: int, low: int, high: int) -> int:
     value = fields.integer(name, low, high)
     return default if value is None else value
+
+
+def _repeat_penalty(fields: Fields, name: str) -> float:
+    value = fields.number(name, 1, 0, 100)
+    if value == 0:
+        raise fields.error(name, "is 0; it must be above 0, and 1 is off")
+    return value
 
 
 def _subobject(fields: Fields, name: str) -> Fields:
@@ -131,9 +137,9 @@ def _breakers(dry: Fields) -> tuple[str, ...]:
     if values is None:
         return DEFAULT_DRY_SEQUENCE_BREAKERS
     for index, value in enumerate(values):
-        if not 1 <= len(value.encode()) <= MAX_STAGE_SAMPLING_STRING_BYTES:
-            limit = MAX_STAGE_SAMPLING_STRING_BYTES
-            raise dry.error(f"sequence_breakers[{index}]", f"must be 1 to {limit} bytes of UTF-8 long")
+        if not 1 <= len(value.encode()) <= DRY_BREAKER_BYTES or "\0" in value:
+            text = f"must be 1 to {DRY_BREAKER_BYTES} bytes of UTF-8 without NUL"
+            raise dry.error(f"sequence_breakers[{index}]", text)
     return values
 
 

@@ -9,6 +9,7 @@ import attrs
 import trio
 from quart import Response
 
+from skippy.engine.sampling import check_settings
 from skippy.telemetry import NULL_TELEMETRY, Level, names
 
 from .errors import ApiError
@@ -98,6 +99,11 @@ class CompletionService:
             if token >= size:
                 text = f"logit_bias has token id {token}; this model's token ids are 0 to {size - 1}"
                 raise ApiError(text, param="logit_bias")
+        try:
+            # What the last stage would refuse; found out here, it costs no lane.
+            check_settings(request.sampling, size)
+        except ValueError as error:
+            raise ApiError(str(error)) from error
         return request
 
     def _generation_request(self, request: CommonRequest, prompt: list[int], param: str) -> GenerationRequest:

@@ -107,7 +107,8 @@ def check_no_surplus(config: SamplingConfig) -> None:
             raise LocalProtocolError(f"sampling {name} has {length} entries; at most {limit} can travel")
 
 
-_last_encoded: tuple[SamplingConfig, bytes] | None = None
+_ENCODED_KEPT: Final = 64
+_encoded: dict[int, tuple[SamplingConfig, bytes]] = {}
 
 
 def encode_sampling(config: SamplingConfig) -> bytes:
@@ -117,14 +118,15 @@ def encode_sampling(config: SamplingConfig) -> bytes:
         LocalProtocolError: a string over 64 bytes (InvalidData), not encodable as UTF-8, or a number that
             does not fit its field (InvalidInput).
     """
-    # A request sends the same (frozen) object with every token: keep the last encoding. Compared by identity,
-    # because equal floats may differ in bits (0.0 and -0.0).
-    global _last_encoded
-    last = _last_encoded
-    if last is not None and last[0] is config:
-        return last[1]
+    # A request sends the same (frozen) object with every token: keep recent encodings. By identity, because
+    # equal floats may differ in bits (0.0 and -0.0); the entry keeps its object alive, so ids are not reused.
+    known = _encoded.get(id(config))
+    if known is not None and known[0] is config:
+        return known[1]
     data = _encode(config)
-    _last_encoded = (config, data)
+    if len(_encoded) >= _ENCODED_KEPT:
+        _encoded.clear()
+    _encoded[id(config)] = (config, data)
     return data
 
 

@@ -137,7 +137,7 @@ class Intake:
         self._sink = None
 
     def grown(self, count: int) -> Step[memoryview]:
-        """``count`` bytes in memory that grows as they arrive: at most about twice what has come so far."""
+        """``count`` bytes in memory that grows as they arrive: at most about three times what has come."""
         size = min(count, max(_FIRST_GROWTH_BYTES, self.end - self.start))
         data = bytearray(size)
         filled = 0
@@ -159,6 +159,7 @@ class Decoder(abc.ABC, Generic[T]):
         self._between_frames = True
         self._error: Exception | None = None
         self._ready: deque[T] = deque()
+        self._handed = 0
         self._parser = self._frames()
 
     @abc.abstractmethod
@@ -181,15 +182,17 @@ class Decoder(abc.ABC, Generic[T]):
         view = self._intake.writable()
         if not view or self._intake.backlogged:
             raise LocalProtocolError("the decoder is full of whole frames: take them before receiving more")
+        self._handed = len(view)
         return view
 
     def buffer_updated(self, count: int) -> None:
         """``count`` bytes (at least 1) were put at the start of ``get_buffer()``."""
         self._raise_if_dead()
-        if not 1 <= count <= len(self._intake.writable()):
+        if not 1 <= count <= self._handed:
             raise LocalProtocolError(
                 f"{count} bytes were not received into get_buffer(); at 0 call receive_eof()"
             )
+        self._handed = 0
         self._intake.written(count)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> None:

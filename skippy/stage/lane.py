@@ -14,8 +14,8 @@ from typing import Protocol
 import attrs
 import trio
 
-from skippy.protocol import Lane as LaneMachine
 from skippy.protocol import (
+    Lane as LaneMachine,
     Message,
     MessageKind,
     PredictionReturn,
@@ -106,22 +106,20 @@ class Lane:
                 nursery.cancel_scope.cancel()
         finally:
             self.fail(LaneLost("the lane is closed"))
-            self._drop_session()
+            if self._drop_session():
+                self._context.telemetry.emit(names.STAGE_BINARY_SESSION_ORPHAN_RECLAIMED, lane=self.number)
 
     async def _dial_downstream(self) -> Link | None:
         context = self._context
         if context.downstream is None:
             return None
-        with context.telemetry.span(
-            names.STAGE_OPENAI_DOWNSTREAM_CONNECT, level=Level.SUMMARY, lane=self.number
-        ):
-            return await dial_stage(
-                context.transport,
-                context.downstream,
-                token=context.token,
-                source_host=context.source_host,
-                timeout_secs=context.options.downstream_connect_timeout_secs,
-            )
+        return await dial_stage(
+            context.transport,
+            context.downstream,
+            token=context.token,
+            source_host=context.source_host,
+            timeout_secs=context.options.downstream_connect_timeout_secs,
+        )
 
     async def _guard(self, task: Callable[[], Awaitable[None]], close: Callable[[], None]) -> None:
         """Run one of the lane's tasks; its end is the lane's end."""
@@ -191,7 +189,10 @@ class Lane:
             self._scopes.add(scope)
             try:
                 self._machine.receive(message)
-                await self._dispatch(message)
+                with self._context.telemetry.span(
+                    names.STAGE_BINARY_MESSAGE_TIMING, lane=self.number, message_kind=message.kind.name
+                ):
+                    await self._dispatch(message)
             except (ProtocolError, LinkClosed) as exc:
                 self.fail(LaneLost(str(exc)))
             except (RequestFailed, DownstreamUnavailable) as exc:
@@ -297,6 +298,9 @@ class Lane:
 
     async def _stop(self, message: Message) -> None:
         self._drop_session()
+        self._context.telemetry.emit(
+            names.STAGE_BINARY_SESSION_STOP, level=Level.DEBUG, request_id=message.request_id
+        )
         if self._downstream is None:
             self._machine.stopped()
             await self._owe(Reply.ack())
@@ -339,10 +343,13 @@ class Lane:
             self._session = await StageSession.open(self._context.scheduler)
         return self._session
 
-    def _drop_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+    def _drop_session(self) -> bool:
+        """Give the session's sequence back; False when there was none. Never waits."""
+        if self._session is None:
+            return False
+        self._session.close()
+        self._session = None
+        return True
 
     # -- predictions -----------------------------------------------------------------------------------
 

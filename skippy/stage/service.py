@@ -83,7 +83,14 @@ async def open_stage(
             runtime: Runtime = (
                 InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
             )
+            telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
             scheduler = await stack.enter_async_context(open_scheduler(make_engine, runtime))
+            stack.callback(telemetry.emit, names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
+            telemetry.emit(
+                names.STAGE_SCHEDULER_START,
+                policy="fifo",
+                max_active_sequences=scheduler.info.max_sequences,
+            )
             context = _make_context(config, topology, options, scheduler, transport, telemetry)
             stage = Stage(context, listener.endpoint)
             telemetry.emit(

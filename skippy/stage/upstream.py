@@ -49,8 +49,7 @@ async def serve_connection(context: StageContext, link: Link) -> None:
 
 async def _serve(context: StageContext, link: Link) -> None:
     handshake = ListenerHandshake(context.token)
-    with trio.fail_after(HANDSHAKE_SECS) if context.token else trio.CancelScope():
-        await _authenticate(link, handshake)
+    await _authenticate(link, handshake)
     replies = _ReplyChannel()
     lane: Lane | None = None
     async with trio.open_nursery() as nursery:
@@ -66,6 +65,9 @@ async def _serve(context: StageContext, link: Link) -> None:
             allocate=allocate,
         )
         decoder.receive_data(handshake.trailing_data)
+        context.telemetry.emit(
+            names.STAGE_CONNECTION_SETUP_READY, peer_addr=link.peer, downstream_agreed=lane is not None
+        )
         first = await receive_message(link, decoder)
         if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
             await context.hub.serve(link, decoder, first)
@@ -79,12 +81,16 @@ async def _serve(context: StageContext, link: Link) -> None:
 
 
 async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
-    while not handshake.admitted:
-        buffer = bytearray(256)
-        count = await link.receive_into(memoryview(buffer))
-        if count == 0:
-            raise LinkClosed(f"{link.peer} closed the connection during the handshake")
-        handshake.receive_data(buffer[:count])
+    """Read the preamble, where a token is asked for, within HANDSHAKE_SECS."""
+    with trio.move_on_after(HANDSHAKE_SECS):
+        while not handshake.admitted:
+            buffer = bytearray(256)
+            count = await link.receive_into(memoryview(buffer))
+            if count == 0:
+                raise LinkClosed(f"{link.peer} closed the connection during the handshake")
+            handshake.receive_data(buffer[:count])
+        return
+    raise LinkClosed(f"{link.peer} showed no link token within {HANDSHAKE_SECS:g} s")
 
 
 async def _execute(

@@ -1,9 +1,9 @@
 """Protection from llama.cpp's regular expressions, which recurse once per character.
 
-Where a BPE vocabulary's pre-tokenizer has no splitter of its own in llama.cpp, its pattern runs on ``std::regex``,
-whose matcher recurses for every character of a match: some ten thousand characters without a break overflow a
-usual stack and end the process. Such text is tokenised on a thread with a stack that is large enough, and text
-with even longer runs is refused.
+Where a BPE vocabulary's pre-tokenizer has no splitter of its own in llama.cpp, its pattern runs on
+``std::regex``, whose matcher recurses for every character of a match: some ten thousand characters without a
+break overflow a usual stack and end the process. Such text is tokenised on a thread with a stack that is
+large enough, and text with even longer runs is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _lock: Final = threading.Lock()
 
 OWN_SPLITTER: Final = frozenset(
     {
-        "chatglm-bpe", "command-r", "dbrx", "default", "exaone", "exaone4", "gpt-2", "grok-2", "hunyuan", "jais",
-        "kimi-k2", "lfm2", "llama-bpe", "llama-v3", "llama3", "mellum", "mpt", "olmo", "phi-2", "pixtral", "qwen2",
-        "qwen35", "smaug-bpe", "smollm", "stablelm2", "starcoder", "trillion",
+        *("chatglm-bpe", "command-r", "dbrx", "exaone", "exaone4", "gpt-2", "grok-2", "hunyuan", "jais"),
+        *("kimi-k2", "lfm2", "llama-bpe", "mellum", "mpt", "olmo", "pixtral", "qwen2", "qwen35", "smaug-bpe"),
+        *("smollm", "stablelm2", "starcoder", "trillion"),
     }
-)  # fmt: skip
+)
 """Pre-tokenizers (``tokenizer.ggml.pre``) seen to take a million characters in one run."""
 
 

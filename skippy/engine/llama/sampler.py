@@ -65,7 +65,7 @@ class LlamaSampler(Sampler):
         self._candidates = np.zeros(size, dtype=_CANDIDATE)
         self._ids: npt.NDArray[np.int32] = np.arange(size, dtype=np.int32)
         self._array = api.llama_token_data_array()
-        self._array.data = ctypes.cast(self._candidates.ctypes.data, type(self._array.data))
+        self._data = ctypes.cast(self._candidates.ctypes.data, type(self._array.data))
         self._bias_ids = np.array([token for token, _ in settings.logit_bias], dtype=np.int64)
         self._bias = np.array([bias for _, bias in settings.logit_bias], dtype=np.float32)
         ends = self._vocabulary.end_of_generation if settings.ignores_eos else ()
@@ -171,21 +171,31 @@ class LlamaSampler(Sampler):
         best = greedy(values)  # also refuses NaN
         if settings.temperature <= 0.0 and not self._chain:
             return best
-        self._array.size, self._array.selected, self._array.sorted = len(candidates), -1, False
+        array = self._array
+        array.data, array.size, array.selected, array.sorted = self._data, len(candidates), -1, False
         for make in self._chain:
             self._apply(make(step), temporary=make == self._xtc)
         if settings.temperature <= 0.0:
-            left = candidates[: self._array.size]
+            left = self._left()
             top = left["logit"].max()
             return int(left["id"][left["logit"] == top].min())
         return self._draw(step_seed(settings.seed, step, _PURPOSE_DRAW))
 
     def _draw(self, seed: int) -> int:
         self._apply(api.llama_sampler_init_dist(seed), temporary=True)
-        selected = int(self._array.selected)
-        if not 0 <= selected < self._array.size:
+        left, selected = self._left(), int(self._array.selected)
+        if not 0 <= selected < len(left):
             raise EngineError("the samplers left no token to choose from")
-        return int(self._candidates["id"][selected])
+        return int(left["id"][selected])
+
+    def _left(self) -> npt.NDArray[np.void]:
+        """The candidates that are left. Samplers cut at the end, and XTC moves the start of the array."""
+        address = ctypes.cast(self._array.data, ctypes.c_void_p).value or 0
+        start, misplaced = divmod(address - self._candidates.ctypes.data, _CANDIDATE.itemsize)
+        stop = start + int(self._array.size)
+        if misplaced or not 0 <= start <= stop <= len(self._candidates):
+            raise EngineError("a sampler moved the candidates out of their array")
+        return self._candidates[start:stop]
 
     def _apply(self, sampler: Any, *, temporary: bool) -> None:
         api.llama_sampler_apply(sampler, ctypes.byref(self._array))

@@ -1,0 +1,232 @@
+"""The served chain of three processes, seen through the official client and raw HTTP."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import trio
+from openai.types.chat import ChatCompletion
+
+from skippy.engine import EngineOptions, Vocabulary
+from skippy.engine.llama import LlamaEngine
+from skippy.models import SliceInfo
+
+from .support import Served, serve
+
+MESSAGES: Any = [{"role": "user", "content": "Name three colours of the rainbow."}]
+TEXT = "Once upon a time, in a small village by the sea, there lived"
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=60)
+
+
+def chat(served: Served, **fields: Any) -> ChatCompletion:
+    fields = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0, **fields}
+    result = client(served).chat.completions.create(model=served.model, **fields)
+    assert isinstance(result, ChatCompletion)
+    return result
+
+
+@pytest.fixture(scope="module")
+def vocabulary(bundled_model: Path) -> Vocabulary:
+    options = EngineOptions(context_length=64, max_sequences=1)
+    vocabulary = LlamaEngine.load(SliceInfo.from_file(bundled_model), options).vocabulary
+    assert vocabulary is not None
+    return vocabulary
+
+
+def test_greedy_text_is_the_same_for_one_two_and_three_stages(bundled_model: Path, chain: Served) -> None:
+    def texts(served: Served) -> tuple[str | None, str]:
+        completion = client(served).completions.create(
+            model=served.model, prompt=TEXT, max_tokens=48, temperature=0
+        )
+        return chat(served, max_tokens=48).choices[0].message.content, completion.choices[0].text
+
+    expected = texts(chain)
+    assert all(expected)
+    for stages in (1, 2):
+        with serve(bundled_model, stages) as served:
+            assert texts(served) == expected, f"{stages} stages"
+
+
+def test_uneven_cuts_change_nothing(bundled_model: Path, chain: Served) -> None:
+    with serve_splits(bundled_model, "1,29") as served:
+        assert chat(served).choices[0].message == chat(chain).choices[0].message
+
+
+def serve_splits(model: Path, splits: str) -> Any:
+    import contextlib
+
+    from .support import running
+
+    @contextlib.contextmanager
+    def block() -> Any:
+        command = [
+            "run",
+            "--model",
+            str(model),
+            "--splits",
+            splits,
+            "--bind",
+            "127.0.0.1:0",
+            "--threads",
+            "1",
+        ]
+        with running(command) as process:
+            url = process.wait_for(r"OpenAI endpoint: (\S+)")[1]
+            yield Served(process, url, process.wait_for(r"serves (\S+) in")[1])
+
+    return block()
+
+
+def test_usage_counts_what_the_tokenizer_counts(chain: Served, vocabulary: Vocabulary) -> None:
+    completion = client(chain).completions.create(
+        model=chain.model, prompt=TEXT, max_tokens=20, temperature=0
+    )
+    prompt = vocabulary.tokenize(TEXT, add_special=True, parse_special=True)
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens == len(prompt)
+    assert completion.usage.completion_tokens == 20
+    assert completion.usage.total_tokens == len(prompt) + 20
+    assert completion.choices[0].finish_reason == "length"
+    text = vocabulary.tokenize(completion.choices[0].text, add_special=False, parse_special=False)
+    assert len(text) == pytest.approx(20, abs=2)  # merging may differ at the borders
+
+
+def test_streaming_gives_the_same_text_and_usage(chain: Served) -> None:
+    whole = chat(chain)
+    pieces, usage, ids = [], None, set()
+    stream = client(chain).chat.completions.create(
+        model=chain.model,
+        messages=MESSAGES,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        ids.add(chunk.id)
+        usage = chunk.usage or usage
+        pieces += [choice.delta.content for choice in chunk.choices if choice.delta.content]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert usage == whole.usage
+    assert len(ids) == 1
+    text = client(chain).completions.create(
+        model=chain.model, prompt=TEXT, max_tokens=12, temperature=0, stream=True
+    )
+    streamed = "".join(chunk.choices[0].text for chunk in text if chunk.choices)
+    completion = client(chain).completions.create(
+        model=chain.model, prompt=TEXT, max_tokens=12, temperature=0
+    )
+    assert streamed == completion.choices[0].text
+
+
+def test_the_async_client_works_under_trio(chain: Served) -> None:
+    async def main() -> tuple[str | None, str]:
+        async with openai.AsyncOpenAI(base_url=chain.url, api_key="none", max_retries=0) as asynchronous:
+            whole = await asynchronous.chat.completions.create(
+                model=chain.model, messages=MESSAGES, max_tokens=24, temperature=0
+            )
+            stream = await asynchronous.chat.completions.create(
+                model=chain.model, messages=MESSAGES, max_tokens=24, temperature=0, stream=True
+            )
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+            return whole.choices[0].message.content, "".join(pieces)
+
+    whole, streamed = trio.run(main)
+    assert whole == streamed == chat(chain).choices[0].message.content
+
+
+def test_two_clients_at_once_get_what_each_would_get_alone(chain: Served) -> None:
+    requests: list[dict[str, Any]] = [
+        {"seed": 7, "temperature": 0.9, "max_tokens": 40},
+        {"seed": 8, "temperature": 1.1, "top_p": 0.8, "presence_penalty": 0.5, "max_tokens": 40},
+        {"max_tokens": 40, "messages": [{"role": "user", "content": "Count to ten."}]},
+    ]
+    alone = [chat(chain, **fields).choices[0].message.content for fields in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        together = [
+            future.result().choices[0].message.content
+            for future in [pool.submit(chat, chain, **fields) for fields in requests]
+        ]
+    assert together == alone
+    assert len(set(alone)) == 3
+
+
+def test_errors_are_the_clients_typed_exceptions(chain: Served) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client(chain).chat.completions.create(model="nonesuch", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as several:
+        chat(chain, n=2)
+    assert several.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as long:
+        client(chain).completions.create(model=chain.model, prompt="word " * 9000, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as typed:
+        chat(chain, temperature="hot")
+    assert typed.value.param == "temperature"
+    assert chat(chain, max_tokens=3).usage is not None
+
+
+BAD_BODIES = {
+    "malformed JSON": b'{"model": ',
+    "bad UTF-8": b'{"model": "\xff"}',
+    "not an object": b"[1, 2]",
+    "NaN": b'{"model": "m", "messages": [], "temperature": NaN}',
+    "deep nesting": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_bad_bodies_get_an_envelope_and_the_server_goes_on(chain: Served, name: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    for path in ("/chat/completions", "/completions"):
+        response = httpx.post(chain.url + path, content=BAD_BODIES[name], headers=headers, timeout=20)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+    assert httpx.get(chain.url.removesuffix("/v1") + "/readyz", timeout=20).json()["status"] == "ready"
+
+
+def test_a_disconnect_frees_the_lane_at_once(bundled_model: Path) -> None:
+    """With a single lane the next answer can only come once the abandoned one of 3,000 tokens is gone."""
+    with serve(bundled_model, 3, "--lane-count", "1") as served:
+        body = {"model": served.model, "prompt": TEXT, "max_tokens": 3000, "stream": True, "ignore_eos": True}
+        for _ in range(3):
+            with httpx.stream("POST", served.url + "/completions", json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                events = [json.loads(line[6:]) for line in (next(lines) for _ in range(5)) if line]
+                assert events
+                assert "error" not in events[0]
+            with httpx.Client(timeout=20) as http:
+                answer = http.post(
+                    served.url + "/completions",
+                    json={"model": served.model, "prompt": TEXT, "max_tokens": 4, "temperature": 0},
+                )
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_a_stop_string_ends_the_text_before_it(chain: Served) -> None:
+    whole = chat(chain, max_tokens=60).choices[0].message.content or ""
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
+    choice = chat(chain, max_tokens=60, stop=[stop, "\x00never"]).choices[0]
+    assert choice.message.content == whole[: whole.index(stop)]
+    assert choice.finish_reason == "stop"
+
+
+def test_logit_bias_reaches_the_last_stage(chain: Served, vocabulary: Vocabulary) -> None:
+    token = vocabulary.tokenize(" banana", add_special=False, parse_special=False)[0]
+    completion = client(chain).completions.create(
+        model=chain.model, prompt=TEXT, max_tokens=3, temperature=0, logit_bias={str(token): 100}
+    )
+    assert completion.choices[0].text == vocabulary.piece(token).decode() * 3

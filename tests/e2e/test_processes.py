@@ -1,0 +1,192 @@
+"""Starting, stopping and losing real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from .support import Process, children_of, running, serve
+
+READY = r"OpenAI endpoint: (\S+)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_everything_within_five_seconds(bundled_model: Path, number: int) -> None:
+    with serve(bundled_model, 3) as served:
+        children = children_of(served.process.popen.pid)
+        assert len(children) >= 3
+        served.process.stop(number)
+        assert not [pid for pid in children if psutil.pid_exists(pid)]
+
+
+def test_a_signal_while_a_client_reads_a_stream(bundled_model: Path) -> None:
+    with serve(bundled_model, 2) as served:
+        body = {"model": served.model, "prompt": "a", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", served.url + "/completions", json=body, timeout=60) as response:
+            assert next(response.iter_lines())
+            children = children_of(served.process.popen.pid)
+            served.process.stop(signal.SIGTERM)
+        assert not [pid for pid in children if psutil.pid_exists(pid)]
+
+
+def test_a_killed_parent_leaves_no_child(bundled_model: Path) -> None:
+    with serve(bundled_model, 3) as served:
+        children = [psutil.Process(pid) for pid in children_of(served.process.popen.pid)]
+        served.process.popen.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+
+
+def test_a_killed_stage_is_named_and_the_rest_stops(bundled_model: Path) -> None:
+    with serve(bundled_model, 3) as served:
+        pid = int(served.process.wait_for(r"stage-1 .* process (\d+)")[1])
+        psutil.Process(pid).kill()
+        assert served.process.wait(10) == 1
+        assert "stage-1" in served.process.output()
+        assert "SIGKILL" in served.process.output()
+        assert "Traceback" not in served.process.output()
+
+
+def test_the_link_token_is_not_on_any_command_line(bundled_model: Path) -> None:
+    with serve(bundled_model, 2) as served:
+        for pid in children_of(served.process.popen.pid):
+            line = psutil.Process(pid).cmdline()
+            assert not [
+                word for word in line if "token" in word and word != "skippy.frontend.template_worker"
+            ]
+
+
+def two_machines(folder: Path, model: Path, hosts: list[str]) -> list[list[str]]:
+    """Configuration files of a chain with one stage on each address, and the command of each stage."""
+    sockets = [socket.create_server((host, 0)) for host in hosts]
+    endpoints = ["{}:{}".format(*s.getsockname()) for s in sockets]
+    for s in sockets:
+        s.close()
+    cuts = [0, 15, 30]
+    placements: list[dict[str, Any]] = [
+        {
+            "stage_id": f"stage-{i}",
+            "stage_index": i,
+            "endpoint": endpoints[i],
+            "layer_start": cuts[i],
+            "layer_end": cuts[i + 1],
+            "load_mode": "runtime-slice",
+        }
+        for i in range(len(hosts))
+    ]
+    topology = {"topology_id": "two", "model_id": "smollm2", "stages": placements}
+    (folder / "topology.json").write_text(json.dumps(topology))
+    commands = []
+    for i, placement in enumerate(placements):
+        peers = {
+            name: {key: placements[j][key] for key in ("stage_id", "stage_index", "endpoint")}
+            for name, j in (("upstream", i - 1), ("downstream", i + 1))
+            if 0 <= j < len(hosts)
+        }
+        stage = {key: value for key, value in placement.items() if key != "endpoint"}
+        config = {
+            "run_id": "test",
+            "topology_id": "two",
+            "model_id": "smollm2",
+            "bind_addr": endpoints[i],
+            "model_path": str(model),
+            "ctx_size": 512,
+            "n_threads": 1,
+            **stage,
+            **peers,
+        }
+        path = folder / f"stage-{i}.json"
+        path.write_text(json.dumps(config))
+        commands.append(["run", "--config", str(path), "--topology", str(folder / "topology.json")])
+    commands[0] += ["--openai-bind-addr", "127.0.0.1:0"]
+    return commands
+
+
+def ask(url: str) -> httpx.Response:
+    return httpx.post(
+        url + "/completions",
+        json={"model": "smollm2", "prompt": "The sky is", "max_tokens": 8, "temperature": 0},
+        timeout=60,
+    )
+
+
+def test_two_machines_with_configuration_files(tmp_path: Path, bundled_model: Path) -> None:
+    """Two loopback addresses stand for two machines; connections leave from the address in bind_addr."""
+    commands = two_machines(tmp_path, bundled_model, ["127.0.0.1", "127.0.0.2"])
+    with running(commands[1]) as second, running(commands[0]) as first:
+        url = first.wait_for(r"(http://\S+/v1)")[1]
+        first.wait_for("ready")
+        answer = ask(url)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        connections = psutil.Process(second.popen.pid).net_connections("tcp")
+        links = {(c.laddr.ip, c.raddr.ip) for c in connections if c.status == "ESTABLISHED"}
+        assert links == {("127.0.0.2", "127.0.0.1")}
+
+
+def test_stage_zero_says_what_is_missing_and_recovers_when_it_comes(
+    tmp_path: Path, bundled_model: Path
+) -> None:
+    commands = two_machines(tmp_path, bundled_model, ["127.0.0.1", "127.0.0.2"])
+    with running([*commands[0], "--downstream-connect-timeout-secs", "1"]) as first:
+        url = first.wait_for(r"(http://\S+/v1)")[1]
+        first.wait_for(r"127\.0\.0\.2:\d+.*did not become ready within 1 s")
+        refused = ask(url)
+        assert refused.status_code == 503
+        assert "127.0.0.2" in refused.json()["error"]["message"]
+        with running(commands[1]) as second:
+            first.wait_for("ready")
+            assert ask(url).status_code == 200
+            second.stop(signal.SIGKILL, timeout=10)
+        assert ask(url).status_code == 503
+        with running(commands[1]):
+            with httpx.Client() as http:
+                wait_until_ready(http, url)
+            assert ask(url).status_code == 200
+
+
+def wait_until_ready(http: httpx.Client, url: str) -> None:
+    """Ask until the chain is ready again; each answer takes the server's own time, so this does not spin."""
+    for _ in range(60):
+        if ask(url).status_code == 200:
+            return
+    raise AssertionError("the chain did not come back")
+
+
+BAD = {
+    "no such model": (["--model", "{tmp}/none.gguf"], "no such file"),
+    "not a GGUF": (["--model", "{tmp}/text.gguf"], "not a GGUF"),
+    "truncated GGUF": (["--model", "{tmp}/short.gguf"], "truncated"),
+    "more stages than layers": (["--model", "{model}", "--stages", "31"], "30 layers"),
+    "cut outside": (["--model", "{model}", "--splits", "10,99"], "cut 99"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_models_and_cuts_are_one_clear_line(tmp_path: Path, bundled_model: Path, name: str) -> None:
+    (tmp_path / "text.gguf").write_text("hello, I am a text file, not a model" * 10)
+    with bundled_model.open("rb") as source:
+        (tmp_path / "short.gguf").write_bytes(source.read(3_000_000))
+    arguments, text = BAD[name]
+    filled = [word.format(tmp=tmp_path, model=bundled_model) for word in arguments]
+    process = Process.start(["run", "--bind", "127.0.0.1:0", *filled])
+    assert process.wait(60) in (1, 2)
+    assert text in process.output()
+    assert "Traceback" not in process.output()
+    assert len([line for line in process.errors if line.startswith("error:")]) == 1
+
+
+def test_a_port_in_use_is_named(bundled_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = "127.0.0.1:{}".format(taken.getsockname()[1])
+        process = Process.start(["run", "--model", str(bundled_model), "--bind", bind])
+        assert process.wait(60) in (1, 2)
+        assert bind in process.output()
+        assert "in use" in process.output()
