@@ -28,8 +28,7 @@ from skippy.frontend.lanes import LanePool
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 from skippy.models import Progress, SliceInfo, ensure_slice
-from skippy.stage import Stage, StageStartError
-from skippy.stage import open_stage as _open_stage
+from skippy.stage import Stage, StageStartError, open_stage as _open_stage
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.stage.nurseries import open_hidden_nursery
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names

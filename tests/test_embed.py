@@ -1,0 +1,106 @@
+"""The library surface: a chain and its endpoint inside a host's own Trio program."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import trio
+
+from skippy import embed
+from skippy.config import ConfigError, OpenAIOptions, StageConfig
+from skippy.engine import StageEngine
+from skippy.engine.toy import ToyEngine
+from skippy.models import GGUFError
+from tests.support.cluster import LAYERS, ranges_of, toy_config, toy_topology
+
+ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
+
+
+def toy_engine(config: StageConfig) -> StageEngine:
+    return ToyEngine(config.layer_start, config.layer_end, LAYERS, context_length=config.ctx_size)
+
+
+@contextlib.asynccontextmanager
+async def chain(**keys: object) -> AsyncIterator[list[embed.Stage]]:
+    """Three toy stages in this process, last one first."""
+    ranges, transport = ranges_of(3), embed.MemoryTransport()
+    topology = toy_topology(ranges, ENDPOINTS)
+    async with contextlib.AsyncExitStack() as stack:
+        stages = []
+        for index in (2, 1, 0):
+            config = toy_config(index, ranges, ENDPOINTS, **keys)
+            block = embed.open_stage(config, topology, engine_factory=toy_engine, transport=transport)
+            stages.append(await stack.enter_async_context(block))
+        yield stages[::-1]
+
+
+def any_port() -> OpenAIOptions:
+    return OpenAIOptions(bind_addr="127.0.0.1:0", model_id="toy")
+
+
+async def test_a_host_serves_a_chain_and_everything_ends_with_the_block() -> None:
+    request = {"model": "toy", "prompt": "hello", "max_tokens": 6, "temperature": 0}
+    with trio.fail_after(30):
+        async with chain() as stages, embed.open_openai(stages[0], any_port()) as endpoint:
+            await endpoint.wait_ready()
+            assert endpoint.ready
+            assert endpoint.last_error is None
+            async with httpx.AsyncClient() as http:
+                answer = await http.post(endpoint.url + "/completions", json=request)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["usage"]["completion_tokens"] == 6
+            port = endpoint.port
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+async def test_the_hosts_own_exception_comes_back_as_it_was() -> None:
+    with trio.fail_after(30), pytest.raises(ZeroDivisionError):
+        async with chain() as stages, embed.open_openai(stages[0], any_port()):
+            raise ZeroDivisionError
+
+
+async def test_cancelling_the_host_leaves_at_once() -> None:
+    with trio.fail_after(30):
+        with trio.move_on_after(0.5) as scope:
+            async with chain() as stages, embed.open_openai(stages[0], any_port()):
+                await trio.sleep_forever()
+        assert scope.cancelled_caught
+
+
+async def test_only_stage_zero_serves_openai_and_not_with_more_requests_than_lanes() -> None:
+    with trio.fail_after(30):
+        async with chain(lane_count=2) as stages:
+            with pytest.raises(embed.StageStartError, match="only stage 0"):
+                async with embed.open_openai(stages[1], any_port()):
+                    pass
+            with pytest.raises(embed.StageStartError, match="generation concurrency 3 .* lane_count 2"):
+                async with embed.open_openai(
+                    stages[0], OpenAIOptions(bind_addr="127.0.0.1:0", generation_concurrency=3)
+                ):
+                    pass
+
+
+async def test_a_taken_http_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, trio.fail_after(30):
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        async with chain() as stages:
+            with pytest.raises(OSError, match=bind):
+                async with embed.open_openai(stages[0], OpenAIOptions(bind_addr=bind)):
+                    pass
+
+
+async def test_wrong_models_and_contradictions_are_the_documented_errors(tmp_path: Path) -> None:
+    ranges = ranges_of(3)
+    config = toy_config(0, ranges, ENDPOINTS)
+    with pytest.raises(GGUFError, match="none.gguf"):
+        async with embed.open_stage(config):
+            pass
+    with pytest.raises(ConfigError, match="layer"):
+        async with embed.open_stage(config, toy_topology([(0, 1), (1, 4), (4, 6)], ENDPOINTS)):
+            pass
