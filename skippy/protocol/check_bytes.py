@@ -267,13 +267,17 @@ def check_writer_error(vector: Json) -> str | None:
 
 
 def check_stream(vector: Json) -> str | None:
-    data = hex_bytes(vector["hex"])
+    data, end = hex_bytes(vector["hex"]), 0
     for item in vector["items"]:
-        part = data[item["offset"] : item["offset"] + item["length"]]
-        problem = _check_stream_item(vector, item, part)
+        if item["offset"] != end:
+            return f"{item['type']} is at {item['offset']}, but what comes before it ends at {end}"
+        end += item["length"]
+        problem = _check_stream_item(vector, item, data[item["offset"] : end])
         if problem is not None:
             return f"{item['type']} at {item['offset']}: {problem}"
-    for piece in (len(data), 1, 7, 100):
+    if end != len(data):
+        return f"the items end at {end}, the bytes at {len(data)}"
+    for piece in (max(len(data), 1), 1, 7, 100):
         problem = _check_whole_stream(vector, data, piece)
         if problem is not None:
             return f"in pieces of {piece}: {problem}"
@@ -296,19 +300,22 @@ def _check_whole_stream(vector: Json, data: bytes, piece: int) -> str | None:
     """Handshake, then frames, over one connection: nothing may be lost where one ends and the next begins."""
     types = [item["type"] for item in vector["items"]]
     frames = [t for t in types if t in ("message", "reply")]
-    if types[: len(types) - len(frames)] not in ([], ["ready"], ["transport_auth"]) or len(set(frames)) > 1:
-        raise FormError(f"a stream is one handshake step and frames of one type, not {types}")
-    side: DialerHandshake | ListenerHandshake | None = None
-    if types[0] == "ready":
-        side = DialerHandshake(None)
-    elif types[0] == "transport_auth":
-        side = ListenerHandshake(hex_bytes(vector["expected_token_hex"]))
+    steps = types[: len(types) - len(frames)]
+    if types[len(steps) :] != frames or len(set(frames)) > 1:
+        raise FormError(f"a stream is handshake steps and then frames of one type, not {types}")
+    sides = [
+        DialerHandshake(None)
+        if step == "ready"
+        else ListenerHandshake(hex_bytes(vector["expected_token_hex"]))
+        for step in steps
+    ]
     decoder = new_decoder(frames[0], vector.get("n_embd")) if frames else None
     again = b""
     for part in _pieces(data, piece):
         rest = part
-        if side is not None and not side.admitted:
-            rest = side.trailing_data if side.receive_data(part) else b""
+        for side in sides:
+            if rest and not side.admitted:
+                rest = side.trailing_data if side.receive_data(rest) else b""
         if decoder is None:
             continue
         decoder.receive_data(rest)
@@ -316,5 +323,5 @@ def _check_whole_stream(vector: Json, data: bytes, piece: int) -> str | None:
             again += encoded(frame)
     if decoder is not None:
         decoder.receive_eof()
-    start = vector["items"][len(types) - len(frames)]["offset"] if frames else len(data)
+    start = vector["items"][len(steps)]["offset"] if frames else len(data)
     return None if again == data[start:] else "the frames differ"

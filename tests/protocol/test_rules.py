@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from skippy.protocol import (
+    EMPTY_STATS,
+    ErrorKind,
+    LocalProtocolError,
+    MessageKind,
+    RemoteProtocolError,
+    ReplyKind,
+    ReplyStats,
+    activation_bytes,
+    authoritative_position,
+    carries_activation,
+    check_activation,
+    execution_tokens,
+    reply_kinds,
+    requires_predicted_reply,
+    stats,
+)
+
+from . import strategies
+from .strategies import message
+
+K = MessageKind
+
+
+# --- tokens to execute
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        (K.PREFILL_EMBD, {"token_count": 3, "tokens": (5, 6, 7), "current_token": 7}, (5, 6, 7)),
+        (K.PREFILL_EMBD, {"token_count": 1, "tokens": (5,)}, (5,)),
+        (K.DECODE_EMBD, {"token_count": 1, "current_token": 9}, (9,)),
+        (K.DECODE_EMBD, {"token_count": 1, "tokens": [9], "current_token": 9}, (9,)),
+        (K.DECODE_EMBD, {"token_count": 1, "tokens": (1, 2, 9), "current_token": 9}, (9,)),
+        (K.DECODE_EMBD, {"token_count": 1, "tokens": (4,)}, (4,)),
+        (K.DECODE_REPLAY_EMBD, {"token_count": 2, "tokens": (1, 2), "current_token": 2}, (1, 2)),
+        (K.VERIFY_WINDOW, {"token_count": 1, "tokens": (3,), "current_token": 3}, (3,)),
+        (K.PREFILL_EMBD, {"token_count": 0}, ()),
+    ],
+)
+def test_tokens_to_execute(kind: MessageKind, fields: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert execution_tokens(message(kind, **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text"),
+    [
+        (
+            K.PREFILL_EMBD,
+            {"token_count": 3, "tokens": (5, 6), "current_token": 6},
+            "3 but the token sideband has 2",
+        ),
+        (K.PREFILL_EMBD, {"token_count": 1}, "has 0 entries"),
+        (K.DECODE_EMBD, {"token_count": 1}, "has 0 entries"),
+        (K.DECODE_EMBD, {"token_count": 1, "tokens": (1, 2)}, "has 2 entries"),
+        (K.DECODE_EMBD, {"token_count": 2, "current_token": 4}, "has 0 entries"),
+        (K.DECODE_EMBD, {"token_count": 1, "tokens": (1, 2), "current_token": 3}, "ends with 2"),
+        (K.VERIFY_WINDOW, {"token_count": 4, "tokens": (1,), "current_token": 1}, "has 1 entries"),
+        (K.PREFILL_EMBD, {"token_count": -1}, "asks for -1 tokens"),
+    ],
+)
+def test_a_mismatch_is_never_filled_up(kind: MessageKind, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=text):
+        execution_tokens(message(kind, **fields))
+
+
+# --- activations and replies
+
+
+def test_who_carries_an_activation() -> None:
+    without = {K.STOP, K.STATE_IMPORT, K.PROBE_PREFILL, K.RESTORE_PREFILL, K.TRY_RESTORE_PREFILL}
+    for kind in K:
+        assert carries_activation(kind, 0) == (kind not in without)
+        assert not carries_activation(kind, -1)
+
+
+def test_activation_size_errors() -> None:
+    with pytest.raises(LocalProtocolError, match="negative"):
+        activation_bytes(-1, 4, 0)
+    with pytest.raises(RemoteProtocolError, match="64 bits") as caught:
+        activation_bytes(2**31 - 1, 2**31 - 1, 64, RemoteProtocolError)
+    assert caught.value.kind is ErrorKind.INVALID_DATA
+    assert activation_bytes(2**31 - 1, 2**31 - 1, 0) == (2**31 - 1) ** 2 * 4
+    assert check_activation(bytes(48), 3, 2, 64) == 48
+    with pytest.raises(LocalProtocolError, match="over the limit"):
+        check_activation(b"", 1 << 20, 1 << 10, 0)
+
+
+def test_what_answers_what() -> None:
+    for kind in K:
+        answers = reply_kinds(kind)
+        if requires_predicted_reply(kind):
+            assert ReplyKind.ACK not in answers
+            assert len(answers) == 1
+    assert reply_kinds(K.PREFILL_EMBD) == {ReplyKind.ACK}
+    assert reply_kinds(K.STOP) == {ReplyKind.ACK}
+    assert reply_kinds(K.VERIFY_WINDOW) == {ReplyKind.PREDICTED_TOKENS}
+    assert reply_kinds(K.RETIRE_VERIFY_WINDOW) == frozenset()
+
+
+def test_authoritative_position() -> None:
+    assert authoritative_position(message(K.DECODE_EMBD, pos_start=0)) == 0
+    assert authoritative_position(message(K.DECODE_EMBD, pos_start=-1)) is None
+    assert authoritative_position(message(K.PREFILL_EMBD, pos_start=3)) is None
+
+
+# --- statistics
+
+
+@given(strategies.stats, strategies.stats)
+def test_merged_statistics_always_travel(a: ReplyStats, b: ReplyStats) -> None:
+    merged = stats.merge(a, b)
+    for value in stats.stats_fields(merged):
+        assert -(2**63) <= value < 2**63
+    assert merged.kv_lookup_hits == max(-(2**63), min(2**63 - 1, a.kv_lookup_hits + b.kv_lookup_hits))
+    assert merged.kv_hit_stage_mask == a.kv_hit_stage_mask | b.kv_hit_stage_mask
+    assert merged.verify_window_max_tokens == max(a.verify_window_max_tokens, b.verify_window_max_tokens)
+
+
+@given(strategies.stats)
+def test_merging_nothing_into_something(a: ReplyStats) -> None:
+    kept = attrs.asdict(stats.merge(a, EMPTY_STATS))
+    for name, value in attrs.asdict(a).items():
+        if "_max" not in name and "prefill_edge" not in name:
+            assert kept[name] == value
+
+
+big = st.integers(-(2**70), 2**70)
+
+
+@given(strategies.stats, big, big, big, big)
+def test_observations_always_travel(start: ReplyStats, a: int, b: int, c: int, d: int) -> None:
+    seen = stats.observe_compute(stats.observe_edge_transport(start, a, b, c, d), a, b, c)
+    assert stats.clamped(seen) is seen
+    assert seen.prefill_edge_observation_count == min(start.prefill_edge_observation_count + 1, 2**63 - 1)
+
+
+def test_emptiness() -> None:
+    assert stats.is_empty(EMPTY_STATS)
+    assert stats.is_empty(ReplyStats(prefill_edge_total_us_max=5))
+    assert not stats.is_empty(ReplyStats(verify_window_max_tokens=1))
+    assert not stats.is_empty(stats.observe_compute(EMPTY_STATS, 0, 0, 0))
+
+
+def test_small_helpers() -> None:
+    assert [stats.stage_mask(i) for i in (-1, 0, 3, 62, 63)] == [0, 1, 8, 1 << 62, 0]
+    values = [float("nan"), float("inf"), -1.0, 0.0, 0.0004, 0.0005, 1.2345, 1e300]
+    assert [stats.us_of_ms(v) for v in values] == [0, 0, 0, 0, 0, 1, 1235, 2**63 - 1]
