@@ -221,15 +221,32 @@ async def open_openai(
     app = create_app(
         generator, FrontendOptions(default_max_tokens=options.default_max_tokens, telemetry=telemetry)
     )
-    async with open_hidden_nursery() as nursery:
-        nursery.start_soon(pool.serve)
-        host, port = await nursery.start(
-            functools.partial(serve_http, app, listen_socket or str(options.bind_endpoint))
-        )
+    shutdown = trio.Event()
+    serve = functools.partial(serve_http, app, listen_socket or str(options.bind_endpoint), shutdown=shutdown)
+    # HTTP ends before the lanes do, so that open streams end with a word about the shutdown.
+    async with _pool_running(pool), open_hidden_nursery() as nursery:
+        host, port = await nursery.start(serve)
         telemetry.emit(
             names.STAGE_OPENAI_SERVER_START, bind_addr=f"{host}:{port}", generation_concurrency=lanes
         )
         try:
             yield OpenAIEndpoint(host, port, pool)
         finally:
-            nursery.cancel_scope.cancel()
+            shutdown.set()
+
+
+@contextlib.asynccontextmanager
+async def _pool_running(pool: LanePool) -> AsyncIterator[None]:
+    """The pool's lanes for the length of the block, which outlive a cancelled block by what it still does."""
+    async with open_hidden_nursery() as nursery:
+        scope = trio.CancelScope(shield=True)
+
+        async def keep_lanes() -> None:
+            with scope:
+                await pool.serve()
+
+        nursery.start_soon(keep_lanes)
+        try:
+            yield
+        finally:
+            scope.cancel()

@@ -1,14 +1,9 @@
-"""Serving the application: Hypercorn's HTTP on Trio, with listeners and streams of our own.
-
-Hypercorn writes to a client inside a shielded scope, so a client that does not read would block shutdown for
-ever. Its connections therefore get a stream whose writes have a deadline and can be aborted at any time.
-"""
+"""Serving the application over HTTP: listening, start-up, and a shutdown that takes no longer than it may."""
 
 from __future__ import annotations
 
 import logging
 import socket
-import struct
 from functools import partial
 from typing import Final
 
@@ -17,97 +12,15 @@ import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
 from hypercorn.trio.lifespan import Lifespan
-from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
 from quart_trio import QuartTrio
 
 from .app import end_generations
-
-logger = logging.getLogger(__name__)
+from .clients import ClientConnections
 
 KEEP_ALIVE_SECS: Final = 30.0
 # What is left for error frames to go out once generations were ended by shutdown.
 FLUSH_SECS: Final = 0.5
-_WRITE_BYTES: Final = 64 * 1024
-
-
-class GuardedStream:
-    """A client's TCP stream whose writes fail when the client takes nothing for ``stall_secs``."""
-
-    def __init__(self, stream: trio.SocketStream, stall_secs: float) -> None:
-        self._stream = stream
-        self._stall_secs = stall_secs
-        self._sending = False
-        self.socket = stream.socket  # Hypercorn asks it for the addresses
-
-    async def send_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        self._sending = True
-        for start in range(0, len(view), _WRITE_BYTES):
-            with trio.move_on_after(self._stall_secs) as scope:
-                await self._stream.send_all(view[start : start + _WRITE_BYTES])
-            if scope.cancelled_caught:
-                self.abort()
-                raise trio.BrokenResourceError("the client stopped reading")
-        self._sending = False
-
-    async def receive_some(self, limit: int) -> bytes:
-        return bytes(await self._stream.receive_some(limit))
-
-    async def send_eof(self) -> None:
-        await self._stream.send_eof()
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    def abort(self) -> None:
-        """Drop the connection. Does not wait; tasks that use it fail at once."""
-        if self.socket.fileno() >= 0:
-            if self._sending:
-                # Linger for 0 s: a reset instead of minutes of retries to a client that does not read.
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.socket.close()
-
-
-class _Connections:
-    """The open connections, and the way to end them all."""
-
-    def __init__(self, app: QuartTrio, config: Config, context: WorkerContext, stall_secs: float) -> None:
-        self._app = ASGIWrapper(app)
-        self._config = config
-        self._context = context
-        self._stall_secs = stall_secs
-        self._open: set[GuardedStream] = set()
-        self._empty = trio.Event()
-
-    async def handle(self, stream: trio.SocketStream) -> None:
-        """Serve one client until it or the server has had enough."""
-        guarded = GuardedStream(stream, self._stall_secs)
-        self._open.add(guarded)
-        self._empty = trio.Event()
-        try:
-            server = TCPServer(self._app, self._config, self._context, ConnectionState({}), guarded)  # type: ignore[arg-type]
-            await server.run()
-        except Exception:
-            logger.exception("a connection failed")
-        finally:
-            self._open.discard(guarded)
-            stream.socket.close()
-            if not self._open:
-                self._empty.set()
-
-    async def wait_empty(self) -> None:
-        if self._open:
-            await self._empty.wait()
-
-    async def abort_when_cancelled(self) -> None:
-        """Sleep until cancelled, then free the tasks that are stuck in shielded writes."""
-        try:
-            await trio.sleep_forever()
-        finally:
-            for guarded in tuple(self._open):
-                guarded.abort()
 
 
 async def serve_http(
@@ -166,7 +79,7 @@ async def _serve(
     """Everything but the wait for the end. Shielded, so that streams can say why they end; never for long."""
     config = _hypercorn_config()
     context = WorkerContext(None)
-    connections = _Connections(app, config, context, stall_secs)
+    connections = ClientConnections(app, config, context, stall_secs)
     lifespan = Lifespan(ASGIWrapper(app), config, {})
     with trio.CancelScope(shield=True):
         async with trio.open_nursery() as lifespan_nursery:

@@ -1,0 +1,130 @@
+"""A generator that plays scripts, and a server around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import trio
+
+from skippy.engine.toy_vocabulary import ToyVocabulary
+from skippy.frontend.app import create_app
+from skippy.frontend.generation import FinishReason, GenerationError, GenerationRequest
+from skippy.frontend.options import FrontendOptions
+from skippy.frontend.server import serve_http
+
+MODEL = "org/toy:Q4"
+
+# A step of a script: a token, a failure, or something to wait for.
+Step = int | Exception | trio.Event
+Script = Callable[[GenerationRequest], Sequence[Step]]
+
+
+def say(text: str | bytes) -> Script:
+    """A script that generates these bytes, one token each, and then ends."""
+    data = text.encode() if isinstance(text, str) else text
+    return lambda request: list(data)
+
+
+class ScriptedStream:
+    def __init__(self, steps: Sequence[Step], limit: int) -> None:
+        self._steps = iter(steps)
+        self._left = limit
+        self.finish_reason: FinishReason | None = None
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> int:
+        await trio.lowlevel.checkpoint()
+        if self._left == 0:
+            self.finish_reason = "length"
+            raise StopAsyncIteration
+        for step in self._steps:
+            if isinstance(step, trio.Event):
+                await step.wait()
+            elif isinstance(step, Exception):
+                raise step
+            else:
+                self._left -= 1
+                return step
+        self.finish_reason = "stop"
+        raise StopAsyncIteration
+
+
+class ScriptedGenerator:
+    """Plays ``script`` for every request and keeps count of what runs."""
+
+    def __init__(
+        self, script: Script, *, context_length: int = 512, vocabulary: ToyVocabulary | None = None
+    ) -> None:
+        self.script = script
+        self.context_length = context_length
+        self.vocabulary = vocabulary or ToyVocabulary()
+        self.model_id = MODEL
+        self.ready = True
+        self.requests: list[GenerationRequest] = []
+        self.active = 0
+        self.idle = trio.Event()
+        self.entry_error: GenerationError | None = None
+
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[ScriptedStream]:
+        await trio.lowlevel.checkpoint()
+        if self.entry_error is not None:
+            raise self.entry_error
+        self.requests.append(request)
+        self.active += 1
+        self.idle = trio.Event()
+        try:
+            yield ScriptedStream(self.script(request), request.max_tokens)
+        finally:
+            self.active -= 1
+            if not self.active:
+                self.idle.set()
+
+
+@asynccontextmanager
+async def serving(
+    generator: ScriptedGenerator,
+    options: FrontendOptions | None = None,
+    *,
+    before_shutdown: Callable[[], Awaitable[None]] | None = None,
+    **arguments: Any,
+) -> AsyncIterator[str]:
+    """A real server on a free port; the base URL. Shuts down gracefully at the end."""
+    shutdown = trio.Event()
+    app = create_app(generator, options)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+
+            async def serve(task_status: trio.TaskStatus[tuple[str, int]]) -> None:
+                await serve_http(app, "127.0.0.1:0", shutdown=shutdown, task_status=task_status, **arguments)
+
+            host, port = await nursery.start(serve)
+            try:
+                yield f"http://{host}:{port}"
+            finally:
+                shutdown.set()
+
+
+@asynccontextmanager
+async def client(
+    generator: ScriptedGenerator, options: FrontendOptions | None = None, **arguments: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of a server around ``generator``."""
+    async with (
+        serving(generator, options, **arguments) as url,
+        httpx.AsyncClient(base_url=url, timeout=30) as http,
+    ):
+        yield http
+
+
+def chat_body(text: str = "hi", **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **more}
+
+
+def completion_body(prompt: Any = "hi", **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, **more}

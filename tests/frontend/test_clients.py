@@ -1,0 +1,102 @@
+"""Clients that leave in every way: nothing of theirs stays behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from hypercorn.config import Config
+from hypercorn.trio.worker_context import WorkerContext
+
+from skippy.frontend import clients
+from skippy.frontend.app import create_app
+from skippy.frontend.clients import ClientConnections
+
+from .support import ScriptedGenerator, completion_body, say
+
+
+@asynccontextmanager
+async def listening(
+    generator: ScriptedGenerator,
+) -> AsyncIterator[tuple[trio.SocketListener, ClientConnections]]:
+    config = Config()
+    config.accesslog = config.errorlog = None
+    config.keep_alive_timeout = 600
+    connections = ClientConnections(create_app(generator), config, WorkerContext(None), 600)
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, connections.handle, [listener])
+            yield listener, connections
+            nursery.cancel_scope.cancel()
+
+
+def post(**fields: object) -> bytes:
+    body = json.dumps(completion_body([1], **fields)).encode()
+    return f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def reset(stream: trio.SocketStream) -> None:
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.socket.close()
+
+
+async def test_an_idle_client_that_leaves() -> None:
+    async with listening(ScriptedGenerator(say("x"))) as (listener, connections):
+        client = await trio.testing.open_stream_to_socket_listener(listener)
+        await client.send_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in bytes(await client.receive_some())
+        assert connections.count == 1
+        await client.aclose()
+        await connections.wait_empty()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_pipelining_client_that_leaves(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "EOF_SECS", 0.05)
+    never = trio.Event()
+    generator = ScriptedGenerator(lambda request: [97, never])
+    async with listening(generator) as (listener, connections):
+        client = await trio.testing.open_stream_to_socket_listener(listener)
+        await client.send_all(post(stream=stream) * 2)
+        while not generator.active:
+            await trio.lowlevel.checkpoint()
+        await client.aclose()
+        await connections.wait_empty()
+    assert generator.active == 0
+
+
+async def test_many_clients_that_leave_anywhere() -> None:
+    chance = random.Random(5)
+    generator = ScriptedGenerator(lambda request: [97] * chance.randrange(300))
+    async with listening(generator) as (listener, connections):
+
+        async def visit() -> None:
+            client = await trio.testing.open_stream_to_socket_listener(listener)
+            request = post(stream=chance.random() < 0.7) * chance.choice([1, 1, 2])
+            await client.send_all(request[: chance.choice([len(request), chance.randrange(len(request))])])
+            for _ in range(chance.randrange(30)):
+                await trio.lowlevel.checkpoint()
+            if chance.random() < 0.5:
+                reset(client)
+            else:
+                await client.aclose()
+
+        for _ in range(4):
+            async with trio.open_nursery() as nursery:
+                for _ in range(25):
+                    nursery.start_soon(visit)
+        # Those that were not accepted yet are accepted before this one.
+        last = await trio.testing.open_stream_to_socket_listener(listener)
+        await last.send_all(post())
+        assert b" 200 " in bytes(await last.receive_some())
+        await last.aclose()
+        await connections.wait_empty()
+    assert generator.active == 0

@@ -1,0 +1,118 @@
+"""A generation as a task: every way in which it can end."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from skippy.frontend.errors import ApiError
+from skippy.frontend.generation import FinishReason, GenerationRequest
+from skippy.frontend.running import GenerationTask
+
+from .support import Script, ScriptedGenerator, say
+
+
+def make(generator: ScriptedGenerator, *stops: str, max_tokens: int = 100) -> GenerationTask:
+    request = GenerationRequest(prompt=[1], max_tokens=max_tokens)
+    return GenerationTask(generator, request, stops, stall_secs=10, buffer=2)
+
+
+async def collect(task: GenerationTask) -> str:
+    return "".join([text async for text in task.events])
+
+
+@pytest.mark.parametrize(
+    ("script", "stops", "text", "reason", "tokens"),
+    [
+        (say("abc"), [], "abc", "stop", 3),
+        (say("x" * 500), [], "x" * 100, "length", 100),
+        (say("abcdef"), ["cd"], "ab", "stop", 4),
+        (say("abc"), ["cd"], "abc", "stop", 3),
+        # The stop string is complete only once the longer one, begun earlier, can no longer come.
+        (say("abc"), ["bc", "abcd"], "a", "stop", 3),
+        (say(b"\xe2\x82"), ["\ufffd"], "", "stop", 2),
+        (say(""), [], "", "stop", 0),
+    ],
+)
+async def test_normal_ends(
+    script: Script, stops: list[str], text: str, reason: FinishReason, tokens: int
+) -> None:
+    generator = ScriptedGenerator(script)
+    task = make(generator, *stops)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(task.run)
+        await task.started()
+        assert await collect(task) == text
+    assert (task.outcome, task.finish_reason, task.usage.completion_tokens) == ("completed", reason, tokens)
+    assert task.error is None
+    assert generator.active == 0
+
+
+async def test_a_reader_that_stalls_loses_the_generation(autojump_clock: trio.testing.MockClock) -> None:
+    generator = ScriptedGenerator(say("abcdef"))
+    task = make(generator)
+    start = trio.current_time()
+    await task.run()
+    assert trio.current_time() - start == 10
+    assert (task.outcome, generator.active) == ("stalled", 0)
+    assert await collect(task) == "ab"
+    assert task.error is not None
+    assert task.error.status == 408
+
+
+async def test_a_slow_reader_keeps_the_generation(autojump_clock: trio.testing.MockClock) -> None:
+    generator = ScriptedGenerator(say("abcdef"))
+    task = make(generator)
+    text = ""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(task.run)
+        async for piece in task.events:
+            await trio.sleep(9)
+            text += piece
+    assert (text, task.outcome) == ("abcdef", "completed")
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_shut_down(tokens: int) -> None:
+    generator = ScriptedGenerator(lambda request: [*([97] * tokens), trio.Event()])
+    task = make(generator)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(task.run)
+        await trio.testing.wait_all_tasks_blocked()
+        task.shut_down()
+        if tokens:
+            await task.started()
+            assert await collect(task) == "a"
+        else:
+            with pytest.raises(ApiError, match="shutting down"):
+                await task.started()
+    assert task.error is not None
+    assert (task.error.status, generator.active) == (503, 0)
+
+
+async def test_shut_down_after_the_end_changes_nothing() -> None:
+    task = make(ScriptedGenerator(say("a")))
+    await task.run()
+    task.shut_down()
+    assert (task.outcome, task.error) == ("completed", None)
+
+
+async def test_cancellation_from_outside_frees_the_lane() -> None:
+    generator = ScriptedGenerator(lambda request: [trio.Event()])
+    task = make(generator)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(task.run)
+        await trio.testing.wait_all_tasks_blocked()
+        assert generator.active == 1
+        nursery.cancel_scope.cancel()
+    assert (task.outcome, generator.active) == ("cancelled", 0)
+
+
+async def test_unknown_failures_stay_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    task = make(ScriptedGenerator(lambda request: [97, RuntimeError("secret")]))
+    await task.run()
+    assert task.error is not None
+    assert task.error.status == 500
+    assert "secret" not in task.error.message
+    assert "secret" in caplog.text
