@@ -91,7 +91,7 @@ def context_size(summary: ModelSummary, asked: int | None) -> int:
     return asked if asked is not None else min(trained, MAX_DEFAULT_CONTEXT)
 
 
-def prepare(options: DemoOptions) -> tuple[Chain, list[LayerRange]]:
+def prepare(options: DemoOptions) -> Chain:
     """Read and cut the model, take the ports, and describe the children. Nothing is started."""
     model = find_model(options.model).resolve()
     summary = inspect_model(model)
@@ -100,10 +100,11 @@ def prepare(options: DemoOptions) -> tuple[Chain, list[LayerRange]]:
     listeners = [listen_on(bind, "the OpenAI endpoint", "; choose another with --bind HOST:PORT")]
     try:
         listeners += [listen_on(LOOPBACK, f"stage {index}") for index in range(len(ranges))]
+        chain = _describe(options, model, summary, ranges, listeners)
         for layers in ranges:
             with SliceProgress(f"layers {layers}") as progress:
                 ensure_slice(model, layers.start, layers.end, progress=progress)
-        return _describe(options, model, summary, ranges, listeners), ranges
+        return chain
     except BaseException:
         for listener in listeners:
             listener.close()

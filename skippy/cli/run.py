@@ -93,7 +93,7 @@ def run_stage(
 def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
     """Run a whole chain on this machine."""
     level = telemetry_level or ("summary" if verbose else "off")
-    chain, _ = prepare(DemoOptions(telemetry_level=level, **values))
+    chain = prepare(DemoOptions(telemetry_level=level, **values))
     console = Console(stderr=True)
     with console.status("") as status:
         loaded: list[Child] = []

@@ -97,7 +97,8 @@ class StageConfig:
     )
     swa_full: bool | None = key("Full-size cache for sliding-window layers; null: yes.", default=None)
     native_mtp_enabled: bool = key(
-        "Use a model's multi-token-prediction layers. On a model without them: a notice, no effect.",
+        "Use a model's multi-token-prediction layers. Not available yet: refused for a model that has them; "
+        "for one without them, true is a notice and has no effect.",
         default=False,
     )
 

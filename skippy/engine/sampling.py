@@ -115,6 +115,11 @@ def step_seed(seed: int, step: int, purpose: bytes) -> int:
     return step_digest(seed, step, purpose) % 0xFFFFFFFF
 
 
+def is_greedy(settings: SamplingConfig) -> bool:
+    """Whether to take the highest logit: temperatures of 0, below, or so near that f32 would overflow."""
+    return settings.temperature < 1e-20
+
+
 def greedy(logits: FloatArray) -> int:
     """The token with the highest logit, the lowest id among equals.
 

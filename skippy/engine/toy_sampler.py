@@ -13,7 +13,7 @@ from skippy.protocol.messages import SamplingConfig
 
 from .base import FloatArray, Sampler
 from .checks import token_array
-from .sampling import check_chat_metadata, check_settings, greedy, step_digest
+from .sampling import check_chat_metadata, check_settings, greedy, is_greedy, step_digest
 from .toy_vocabulary import ToyVocabulary
 
 Values = npt.NDArray[np.float64]
@@ -65,8 +65,9 @@ class ToySampler(Sampler):
             values[[ToyVocabulary.EOS, ToyVocabulary.IM_END]] = -np.inf
         if "penalties" in settings.samplers:
             self._penalise(values, settings)
-        if settings.temperature <= 0.0:
-            return greedy(values.astype(np.float32))
+        best = greedy(values.astype(np.float32))
+        if is_greedy(settings):
+            return best
         order = np.argsort(-values, kind="stable")
         kept = values[order]
         for name in settings.samplers:

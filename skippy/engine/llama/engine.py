@@ -26,10 +26,10 @@ from skippy.models import SliceInfo
 from skippy.protocol.messages import SamplingConfig
 
 from .batch import NativeBatch
-from .loading import create_context, kv_bytes, load_model
+from .loading import LoadProgress, create_context, kv_bytes, load_model
 from .native import address_of, api, ggml_functions, initialise
 from .sampler import LlamaSampler
-from .state import HEADER_BYTES, StateFormat
+from .state import HEADER_BYTES, StateFormat, check_cells
 from .vocabulary import LlamaVocabulary
 
 _NO_SLOT = 1  # llama_decode: the cache has no room for the batch; nothing was changed
@@ -55,6 +55,7 @@ class LlamaEngine(StageEngine):
         self._lengths = [0] * options.max_sequences
         self._state = StateFormat.of(slice_info, options)
         self._failed: str | None = None
+        self._plain_cache = _has_plain_cache(model)
         self._vocabulary = LlamaVocabulary(model) if _has_vocabulary(model, slice_info) else None
         self._info = _describe(model, context, slice_info, options, tap)
         self._batch = NativeBatch(
@@ -66,15 +67,23 @@ class LlamaEngine(StageEngine):
         self._logits: list[FloatArray] = []
 
     @classmethod
-    def load(cls, slice_info: SliceInfo, options: EngineOptions | None = None) -> LlamaEngine:
+    def load(
+        cls,
+        slice_info: SliceInfo,
+        options: EngineOptions | None = None,
+        progress: LoadProgress | None = None,
+    ) -> LlamaEngine:
         """Load a slice. Blocks for as long as reading the file takes.
+
+        ``progress`` is called with the loaded part, 0.0 to 1.0, on this thread; an exception in it ends the
+        loading and is raised here.
 
         Raises:
             ModelLoadError: the file cannot be loaded or used, or the settings do not fit it.
         """
         options = options or EngineOptions()
         initialise()
-        model = load_model(slice_info, options)
+        model = load_model(slice_info, options, progress)
         context = 0
         try:
             tap = None
@@ -234,6 +243,8 @@ class LlamaEngine(StageEngine):
             raise ValueError(f"sequence {sequence} is not empty")
         body, length = self._state.open(state, self._info.context_length)
         if length:
+            if self._plain_cache:
+                check_cells(body, length)
             self._native_import(sequence, body, length)
             self._lengths[sequence] = length
 
@@ -268,6 +279,16 @@ def _has_vocabulary(model: int, slice_info: SliceInfo) -> bool:
     if not LlamaVocabulary.exists(model):
         raise ModelLoadError(f"{slice_info.path} has no vocabulary, which a first or last stage needs")
     return True
+
+
+def _has_plain_cache(model: int) -> bool:
+    """Whether all layers attend to all positions, with one position per row: one cache of a known format."""
+    return (
+        api.llama_model_n_swa(model) == 0
+        and _position_sections(model) == 1
+        and not api.llama_model_is_recurrent(model)
+        and not api.llama_model_is_hybrid(model)
+    )
 
 
 def _position_sections(model: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Callable
 from typing import Any, Final
 
 from skippy.engine.base import ModelLoadError
@@ -11,6 +13,10 @@ from skippy.engine.tap import Tap
 from skippy.models import SliceInfo
 
 from .native import api, metadata, reported_errors, usable_cores
+from .precheck import check_file
+
+LoadProgress = Callable[[float], None]
+"""Told how much of the weights is loaded, from 0.0 to 1.0."""
 
 _CELL_PADDING: Final = 256  # llama.cpp pads each sequence's cells to this
 _SPLIT_MODES: Final = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
@@ -40,14 +46,18 @@ _BLOCK_BYTES: Final = {
 }  # values and bytes of one block, ggml-common.h
 
 
-def load_model(info: SliceInfo, options: EngineOptions) -> int:
+def load_model(info: SliceInfo, options: EngineOptions, progress: LoadProgress | None = None) -> int:
     """Load the weights. Returns llama.cpp's model pointer.
+
+    ``progress`` is called on this thread with the part that is loaded; an exception in it ends the loading
+    and is raised here.
 
     Raises:
         ModelLoadError: with llama.cpp's own words where it gave any.
     """
     if not info.path.is_file():
         raise ModelLoadError(f"no model file at {info.path}")
+    check_file(info)
     params = api.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
     params.main_gpu = options.main_gpu
@@ -57,8 +67,17 @@ def load_model(info: SliceInfo, options: EngineOptions) -> int:
     params.check_tensors = options.check_tensors
     params.use_extra_bufts = options.repack
     params.no_host = options.no_host_buffer
+    failures: list[BaseException] = []
+    if progress is not None:
+        # The struct keeps no reference to the callback; this name does until loading has ended.
+        callback = api.llama_progress_callback(_guarded(progress, failures))
+        params.progress_callback = callback
     with reported_errors() as errors:
-        model = api.llama_model_load_from_file(str(info.path).encode(), params)
+        model = api.llama_model_load_from_file(os.fsencode(info.path), params)
+    if failures:
+        if model:
+            api.llama_model_free(model)
+        raise failures[0]
     if not model:
         raise ModelLoadError(f"{info.path} could not be loaded: {'; '.join(errors) or 'no reason given'}")
     try:
@@ -67,6 +86,17 @@ def load_model(info: SliceInfo, options: EngineOptions) -> int:
         api.llama_model_free(model)
         raise
     return int(model)
+
+
+def _guarded(progress: LoadProgress, failures: list[BaseException]) -> Callable[[float, int | None], bool]:
+    def report(part: float, _user_data: int | None) -> bool:
+        try:
+            progress(part)
+        except BaseException as error:  # must not travel through native frames
+            failures.append(error)
+        return not failures
+
+    return report
 
 
 def _load_mode(options: EngineOptions) -> int:

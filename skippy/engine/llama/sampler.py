@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from skippy.engine.base import EngineError, FloatArray, Sampler
 from skippy.engine.checks import token_array
-from skippy.engine.sampling import check_chat_metadata, check_settings, greedy, step_seed
+from skippy.engine.sampling import check_chat_metadata, check_settings, greedy, is_greedy, step_seed
 from skippy.protocol.messages import SamplingConfig
 
 from .native import api
@@ -31,9 +31,10 @@ _SHAPES_LOGITS: Final = frozenset({"penalties", "dry"})
 class LlamaSampler(Sampler):
     """One session's sampler.
 
-    Logit bias comes first, then the settings' samplers in their order, then the draw. A temperature of 0 or
-    less means the highest logit after bias, penalties and DRY (lowest id among equals). Random samplers (XTC
-    and the draw) are made anew for each step, with a seed derived from (settings.seed, step).
+    Logit bias comes first, then the settings' samplers in their order, then the draw. A temperature of 0 (see
+    :func:`~skippy.engine.sampling.is_greedy`) means the highest logit after bias, penalties and DRY, the
+    lowest id among equals. Random samplers (XTC and the draw) are made anew for each step, with a seed
+    derived from (settings.seed, step).
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class LlamaSampler(Sampler):
         self._bias = np.array([bias for _, bias in settings.logit_bias], dtype=np.float32)
         ends = self._vocabulary.end_of_generation if settings.ignores_eos else ()
         self._banned = np.array(sorted(ends), dtype=np.int64)
-        is_greedy = settings.temperature <= 0.0
+        self._greedy = is_greedy(settings)
         for name in settings.samplers:
-            if not is_greedy or name in _SHAPES_LOGITS:
+            if not self._greedy or name in _SHAPES_LOGITS:
                 self._add(name, settings)
 
     def _add(self, name: str, settings: SamplingConfig) -> None:
@@ -169,13 +170,13 @@ class LlamaSampler(Sampler):
         if self._banned.size:
             values[self._banned] = -np.inf
         best = greedy(values)  # also refuses NaN
-        if settings.temperature <= 0.0 and not self._chain:
+        if self._greedy and not self._chain:
             return best
         array = self._array
         array.data, array.size, array.selected, array.sorted = self._data, len(candidates), -1, False
         for make in self._chain:
             self._apply(make(step), temporary=make == self._xtc)
-        if settings.temperature <= 0.0:
+        if self._greedy:
             left = self._left()
             top = left["logit"].max()
             return int(left["id"][left["logit"] == top].min())
@@ -186,6 +187,8 @@ class LlamaSampler(Sampler):
         left, selected = self._left(), int(self._array.selected)
         if not 0 <= selected < len(left):
             raise EngineError("the samplers left no token to choose from")
+        if np.isnan(left["p"][selected]):
+            raise EngineError("the sampling settings drove the logits beyond the range of f32")
         return int(left["id"][selected])
 
     def _left(self) -> npt.NDArray[np.void]:

@@ -12,6 +12,7 @@ import struct
 from typing import Final
 
 import attrs
+import numpy as np
 
 from skippy.engine.base import EngineError
 from skippy.engine.options import EngineOptions
@@ -20,6 +21,8 @@ from skippy.models import SliceInfo
 _MAGIC: Final = b"SKLLAMA\x01"
 _HEADER: Final = struct.Struct("<8s16s16sIQ")  # magic, fingerprint, checksum of the body, length, body bytes
 HEADER_BYTES: Final = _HEADER.size
+_PREFIX_WORDS: Final = 3  # llama.cpp's state starts with: magic, sequence, streams
+_CELL: Final = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 
 
 @attrs.frozen(slots=True)
@@ -72,3 +75,26 @@ class StateFormat:
         if length > context_length:
             raise EngineError(f"sequence state of {length} positions, the context holds {context_length}")
         return body, length
+
+
+def check_cells(body: memoryview, length: int) -> None:
+    """Check the cells of a plain attention cache in llama.cpp's format (``llama_kv_cache::state_write``).
+
+    llama.cpp takes any position, but cannot remove a cell whose position is negative.
+
+    Raises:
+        EngineError: the cells are not exactly the positions ``0 … length-1``.
+    """
+    words = np.frombuffer(body[: len(body) // 4 * 4], dtype="<u4")
+    streams = int(words[_PREFIX_WORDS - 1]) if len(words) > _PREFIX_WORDS else 0
+    counts = words[_PREFIX_WORDS : _PREFIX_WORDS + streams]  # zero for the streams before the sequence's own
+    used = np.flatnonzero(counts)
+    if not used.size or counts[used[0]] != length:
+        raise EngineError("sequence state does not hold the cells it says")
+    start = 4 * (_PREFIX_WORDS + int(used[0]) + 1)
+    if len(body) < start + length * _CELL.itemsize:
+        raise EngineError("sequence state ends inside its cells")
+    cells = np.frombuffer(body, dtype=_CELL, count=length, offset=start)
+    whole = np.array_equal(np.sort(cells["position"]), np.arange(length))
+    if not whole or (cells["sequences"] != 1).any():
+        raise EngineError(f"sequence state does not hold the positions 0 to {length - 1}, each once")

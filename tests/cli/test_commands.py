@@ -1,0 +1,357 @@
+"""Commands that end at once: wrong command lines, wrong files, and what they say."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from skippy import __version__
+from skippy.cli.errors import CliError, explain
+from skippy.cli.flags import read_link_token, stage_options
+from skippy.cli.main import cli
+from skippy.config import ConfigError, Endpoint, stage_config_from_json
+from skippy.models import GGUFError, GGUFHeader, LayerRangeError, SliceInfo
+
+from .support import STAGE, run_cli
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def stage_file(tmp_path: Path) -> Path:
+    path = tmp_path / "stage.json"
+    path.write_text(json.dumps(STAGE))
+    return path
+
+
+def test_version(capsys: Capture) -> None:
+    outcome = run_cli(capsys, "--version")
+    assert outcome.code == 0
+    assert __version__ in outcome.out
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_help(capsys: Capture, name: str) -> None:
+    outcome = run_cli(capsys, name, "--help")
+    assert outcome.code == 0
+    assert outcome.out.startswith("Usage: skippy ")
+
+
+def test_example_config_is_a_valid_stage(capsys: Capture) -> None:
+    outcome = run_cli(capsys, "example-config")
+    config = stage_config_from_json(outcome.out.encode())
+    assert outcome.code == 0
+    assert config.bind_endpoint == Endpoint("127.0.0.1", 19000)
+    assert (config.layer_start, config.layer_end, config.ctx_size, config.lane_count) == (0, 1, 512, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["run", "--frobnicate"], "No such option"),
+        (["serve-binary"], "--config FILE is missing; skippy example-config prints one to start from"),
+        (["serve-openai"], "--config FILE is missing"),
+        (["serve"], "serve: a stage's HTTP interface is not available yet; use serve-binary or serve-openai"),
+        (["serve-binary", "--config", "none.json"], "none.json: no such file"),
+        (["serve-binary", "--telemetry-level", "loud"], "'loud' is not one of 'off', 'summary', 'debug'"),
+        (["serve-binary", "--max-inflight", "many"], "'many' is not a valid integer"),
+        (["run", "--topology", "t.json"], "--topology needs --config"),
+        (["run", "--openai-bind-addr", "127.0.0.1:1"], "--openai-bind-addr needs --config"),
+        (["run", "--config", "s.json", "--stages", "2"], "--stages cannot be combined with --config"),
+        (["run", "--config", "s.json", "--model", "m.gguf"], "--model cannot be combined with --config"),
+        (["run", "--stages", "0"], "0 is not in the range x>=1"),
+        (["run", "--model", "none.gguf"], "--model: none.gguf: no such file"),
+        (["slice", "m.gguf"], "Missing option '--layers'"),
+        (["slice", "m.gguf", "--layers", "5"], "'5' is no layer range; write START:END"),
+        (["slice", "m.gguf", "--layers", "5:5"], "layer range 5:5 is empty or negative"),
+    ],
+)
+def test_wrong_command_lines(capsys: Capture, arguments: list[str], text: str) -> None:
+    outcome = run_cli(capsys, *arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: ")
+    assert text in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+REFUSED = [
+    ("serve-binary", ["--metrics-otlp-grpc", "http://x:4317"]),
+    ("serve-binary", ["--downstream-wire-delay-ms", "5"]),
+    ("serve-binary", ["--downstream-wire-mbps", "100"]),
+    ("serve-binary", ["--openai-adaptive-generation-concurrency"]),
+    ("serve-binary", ["--openai-adaptive-generation-min-concurrency", "1"]),
+    ("serve-binary", ["--openai-generation-queue-capacity", "16"]),
+    ("serve-binary", ["--openai-generation-admission-timeout-secs", "3"]),
+    ("serve-binary", ["--openai-prefill-chunk-policy", "schedule"]),
+    ("serve-binary", ["--openai-prefill-chunk-policy", "adaptive-ramp"]),
+    ("serve-binary", ["--openai-prefill-chunk-schedule", "64,128"]),
+    ("serve-binary", ["--openai-prefill-adaptive-start", "128"]),
+    ("serve-binary", ["--openai-prefill-adaptive-step", "128"]),
+    ("serve-binary", ["--openai-prefill-adaptive-max", "384"]),
+    ("serve-binary", ["--openai-prefill-adaptive-target-ms", "100"]),
+    ("serve-binary", ["--openai-draft-model-path", "d.gguf"]),
+    ("serve-binary", ["--openai-speculative-window", "4"]),
+    ("serve-binary", ["--openai-adaptive-speculative-window"]),
+    ("serve-binary", ["--openai-draft-n-gpu-layers", "1"]),
+    ("serve-binary", ["--openai-native-mtp-draft-model-path", "d.gguf"]),
+    ("serve-binary", ["--openai-speculative-config", "plan.json"]),
+    ("serve-openai", ["--metrics-otlp-grpc", "http://x:4317"]),
+    ("serve-openai", ["--first-stage-addr", "127.0.0.1:19000"]),
+    ("serve-openai", ["--openai-guardrails", "metrics"]),
+    ("serve-openai", ["--prefill-chunk-policy", "schedule"]),
+    ("serve-openai", ["--adaptive-generation-concurrency"]),
+    ("serve-openai", ["--speculative-config", "plan.json"]),
+    ("serve", ["--metrics-otlp-grpc", "http://x:4317"]),
+]
+
+
+@pytest.mark.parametrize(("command", "arguments"), REFUSED)
+def test_flags_of_missing_features_are_refused_by_name(
+    capsys: Capture, stage_file: Path, command: str, arguments: list[str]
+) -> None:
+    outcome = run_cli(capsys, command, "--config", stage_file, *arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: {arguments[0]}: ")
+    assert "not available yet" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("serve-binary", ["--downstream-wire-delay-ms", "0", "--openai-prefill-chunk-policy", "fixed"]),
+        ("serve-binary", ["--openai-generation-admission-timeout-secs", "0.0"]),
+        ("serve-openai", ["--openai-guardrails", "off", "--prefill-chunk-policy", "fixed"]),
+    ],
+)
+def test_off_values_are_accepted(capsys: Capture, command: str, arguments: list[str]) -> None:
+    outcome = run_cli(capsys, command, "--config", "none.json", *arguments)
+    assert outcome.err == "error: none.json: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--max-inflight", "0"], "max_inflight: is 0, must be 1 to"),
+        (["--downstream-connect-timeout-secs", "0"], "downstream_connect_timeout_secs: is 0"),
+        (["--telemetry-queue-capacity", "0"], "telemetry_queue_capacity: is 0"),
+        (["--bind-addr", "nowhere"], "bind_addr: 'nowhere' is not an endpoint"),
+        (["--openai-bind-addr", "nowhere"], "bind_addr: 'nowhere' is not an endpoint"),
+        (
+            ["--openai-bind-addr", "127.0.0.1:0", "--openai-generation-concurrency", "0"],
+            "generation_concurrency: is 0",
+        ),
+        (
+            ["--openai-bind-addr", "127.0.0.1:0", "--openai-generation-concurrency", "9"],
+            "generation concurrency 9 is above the stage's lane_count 4",
+        ),
+        (["--openai-prefill-chunk-size", "0"], "prefill_chunk_size: is 0"),
+        (["--link-token-file", "none"], "--link-token-file: none: No such file or directory"),
+    ],
+)
+def test_wrong_values(capsys: Capture, stage_file: Path, arguments: list[str], text: str) -> None:
+    outcome = run_cli(capsys, "serve-binary", "--config", stage_file, *arguments)
+    assert outcome.code == 2
+    assert text in outcome.err
+
+
+def test_only_stage_0_serves_openai(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "stage.json"
+    path.write_text(json.dumps(STAGE | {"stage_index": 1, "layer_start": 3}))
+    outcome = run_cli(capsys, "run", "--config", path, "--openai-bind-addr", "127.0.0.1:0")
+    assert outcome.code == 2
+    assert outcome.err == "error: only stage 0 serves OpenAI; this is stage 1 (stage-0)\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b'{"run_id": ', "line 1, column 12: not JSON"),
+        (b"\xff\xfe", "line 1: not UTF-8 (byte 0xff)"),
+        (json.dumps(STAGE | {"lane_count": "8"}).encode(), "lane_count: expected an integer"),
+        (json.dumps(STAGE | {"lane_cuont": 8}).encode(), "lane_cuont: unknown key; did you mean lane_count?"),
+        (json.dumps(STAGE | {"kv_cache": {}}).encode(), "kv_cache: the prefix cache is not available yet"),
+    ],
+)
+def test_wrong_configuration_files(capsys: Capture, tmp_path: Path, data: bytes, text: str) -> None:
+    path = tmp_path / "stage.json"
+    path.write_bytes(data)
+    outcome = run_cli(capsys, "run", "--config", path)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: {path}: {text}")
+    assert outcome.err.count("\n") == 1
+
+
+def test_topology_that_does_not_fit(capsys: Capture, stage_file: Path, tmp_path: Path) -> None:
+    placement = {
+        key: STAGE[key] for key in ("stage_id", "stage_index", "layer_start", "layer_end", "load_mode")
+    }
+    topology = {
+        "topology_id": "cut",
+        "model_id": "other",
+        "stages": [placement | {"endpoint": "127.0.0.1:1"}],
+    }
+    path = tmp_path / "topology.json"
+    path.write_text(json.dumps(topology))
+    outcome = run_cli(capsys, "serve-binary", "--config", stage_file, "--topology", path)
+    assert outcome.code == 2
+    assert outcome.err == "error: model_id: the stage says 'model', the topology says 'other'\n"
+
+
+def test_environment_of_a_missing_feature(
+    capsys: Capture, stage_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPPY_BINARY_WARM_PRECONNECT", "Yes")
+    outcome = run_cli(capsys, "serve-binary", "--config", stage_file)
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: SKIPPY_BINARY_WARM_PRECONNECT: ")
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "expected"),
+    [(False, False, True), (True, False, True), (False, True, False), (True, True, True)],
+)
+def test_async_prefill_forward(on: bool, off: bool, expected: bool) -> None:
+    assert stage_options(async_on=on, async_off=off).async_prefill_forward is expected
+
+
+def test_link_token_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    assert read_link_token(path) == "secret"
+    assert read_link_token(None) is None
+    path.write_text("two\nlines\n")
+    with pytest.raises(click.ClickException, match="has 2 lines"):
+        read_link_token(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(click.ClickException, match="not UTF-8"):
+        read_link_token(path)
+    path.write_text("x" * 65)
+    with pytest.raises(ConfigError, match="65 bytes"):
+        stage_options(link_token_file=path)
+
+
+def test_a_model_that_is_none(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"not a model at all, but long enough to be looked at")
+    for arguments in (
+        ["inspect", path],
+        ["slice", path, "--layers", "0:1"],
+        ["run", "--model", path, "--bind", "127.0.0.1:0"],
+    ):
+        outcome = run_cli(capsys, *arguments)
+        assert outcome.code == 1
+        assert outcome.err.startswith(f"error: {path}: ")
+        assert outcome.err.count("\n") == 1
+
+
+def test_stage_child_is_not_for_people() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "skippy.cli", "stage-child", "--listen-fd", "3", "--status-fd", "4"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stage-child is started by skippy run")
+
+
+class TestExplain:
+    def test_groups(self) -> None:
+        group = ExceptionGroup("x", [ExceptionGroup("y", [ConfigError("bad key")]), CliError("gone")])
+        assert explain(group) == ("bad key", 2)
+        assert explain(ExceptionGroup("x", [ConfigError("bad"), ZeroDivisionError()])) is None
+
+    def test_system_errors(self) -> None:
+        assert explain(OSError(errno.EACCES, os.strerror(errno.EACCES), "/x")) == ("/x: Permission denied", 1)
+        assert explain(socket.gaierror(socket.EAI_NONAME, "unknown name")) == (
+            "name resolution failed: unknown name",
+            1,
+        )
+
+    def test_bugs_are_not_explained(self) -> None:
+        assert explain(RuntimeError("bug")) is None
+
+    def test_models(self) -> None:
+        assert explain(GGUFError("m.gguf", "is broken")) == ("m.gguf: is broken", 1)
+        assert explain(LayerRangeError("no such range")) == ("no such range", 1)
+
+
+@pytest.mark.model
+def test_slice_and_inspect(
+    capsys: Capture, tmp_path: Path, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPPY_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "middle.gguf"
+    outcome = run_cli(capsys, "slice", bundled_model, "--layers", "10:20", "--out", out)
+    assert (outcome.code, outcome.out, outcome.err) == (0, f"{out}\n", "")
+    info = SliceInfo.from_file(out)
+    assert (info.layer_start, info.layer_end, info.layer_count) == (10, 20, 30)
+
+    cached = run_cli(capsys, "slice", bundled_model, "--layers", "10:20")
+    path = Path(cached.out.strip())
+    assert path.is_relative_to(tmp_path / "cache")
+    assert GGUFHeader.read(path).metadata.keys() == GGUFHeader.read(out).metadata.keys()
+
+    shown = run_cli(capsys, "inspect", bundled_model).out
+    assert "architecture    llama\n" in shown
+    assert "layers          30\n" in shown
+    assert "vocabulary      49152\n" in shown
+    assert "can be split    yes\n" in shown
+    assert "layers          10:20 of 30 (a slice)\n" in run_cli(capsys, "inspect", out).out
+
+    outside = run_cli(capsys, "slice", bundled_model, "--layers", "10:31")
+    assert outside.code == 1
+    assert "30 layers" in outside.err
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--stages", "31"], 2, "31 stages asked for, but the model has 30 layers"),
+        (["--splits", "40"], 2, "cut 40 is outside the model; with 30 layers, cuts are 1 to 29"),
+        (["--splits", "10", "--stages", "3"], 2, "--splits 10 gives 2 stages, but --stages says 3"),
+        (["--bind", "here"], 2, "--bind: 'here' is not an endpoint"),
+        (["--lane-count", "0"], 2, "lane_count: is 0, must be 1 to 256"),
+        (["--ctx-size", "0"], 2, "ctx_size: is 0, must be 1 to"),
+        (["--threads", "0"], 2, "n_threads: is 0, must be 1 to 512"),
+    ],
+)
+def test_run_refuses(
+    capsys: Capture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bundled_model: Path,
+    arguments: list[str],
+    code: int,
+    text: str,
+) -> None:
+    monkeypatch.setenv("SKIPPY_CACHE", str(tmp_path))
+    if "--bind" not in arguments:
+        arguments = [*arguments, "--bind", "127.0.0.1:0"]
+    outcome = run_cli(capsys, "run", "--model", bundled_model, *arguments)
+    assert outcome.code == code
+    assert text in outcome.err
+
+
+@pytest.mark.model
+def test_run_says_which_port_is_in_use(capsys: Capture, bundled_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        outcome = run_cli(capsys, "run", "--model", bundled_model, "--bind", address)
+    assert outcome.code == 1
+    assert outcome.err == (
+        f"error: the OpenAI endpoint cannot listen on {address}: the port is in use; "
+        "choose another with --bind HOST:PORT\n"
+    )
