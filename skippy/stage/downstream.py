@@ -5,33 +5,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-import attrs
 import trio
 
 from skippy.protocol import (
-    Buffer,
     CreditWindow,
     Message,
-    MessageKind,
     RemoteProtocolError,
     Reply,
     ReplyDecoder,
     ReplyKind,
     encode_frame,
 )
-from skippy.telemetry import Level, names
+from skippy.telemetry import names
 
 from .context import StageContext
 from .framing import receive_reply
 from .links import Link, LinkClosed
-from .queues import SendQueue
-
-
-@attrs.frozen(slots=True)
-class _Frame:
-    buffers: list[Buffer]
-    kind: MessageKind
-    activation_bytes: int
+from .writer import LinkWriter
 
 
 class Downstream:
@@ -48,7 +38,8 @@ class Downstream:
         self._context = context
         self._link = link
         self._width = context.info.output_width
-        self._queue: SendQueue[_Frame] = SendQueue(context.options.max_inflight)
+        self._writer = LinkWriter(link, context.options.max_inflight)
+        self.write = self._writer.run
         self._window = window
         self._acks: deque[tuple[bool, Callable[[Reply], None]]] = deque()
         self._acked = trio.lowlevel.ParkingLot()
@@ -69,37 +60,29 @@ class Downstream:
         if credit:
             while not self._window.available:
                 await self._acked.park()
-        await self._queue.wait_room()
-        frame = _Frame(encode_frame(message, self._width), message.kind, len(message.activation))
+        await self._writer.wait_room()
+        buffers = encode_frame(message, self._width)
         if credit:
             self._window.send()
         if on_ack is not None:
             self._acks.append((credit, on_ack))
         if on_queued is not None:
             on_queued()
-        self._queue.put(frame)
+        with self._context.telemetry.span(
+            names.STAGE_BINARY_DOWNSTREAM_WRITE,
+            message_kind=message.kind.name,
+            activation_bytes=len(message.activation),
+        ):
+            self._writer.put(buffers)
         if credit and self._context.reply_credit == 0:
             await self.wait_drained()
         if not self._context.options.async_prefill_forward:
-            await self._queue.wait_flushed()
+            await self._writer.wait_flushed()
 
     async def wait_drained(self) -> None:
         """Wait until every acknowledgement owed so far has come."""
         while self._acks:
             await self._acked.park()
-
-    async def write(self) -> None:
-        """The writer task: the only one that sends on the link."""
-        while True:
-            frame = await self._queue.get()
-            with self._context.telemetry.span(
-                names.STAGE_BINARY_DOWNSTREAM_WRITE,
-                level=Level.DEBUG,
-                message_kind=frame.kind.name,
-                activation_bytes=frame.activation_bytes,
-            ):
-                await self._link.send(frame.buffers)
-            del frame  # a large activation must not outlive its sending
 
     async def read(self) -> None:
         """The acknowledgement reader: waits on nothing but its link."""

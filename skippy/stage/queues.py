@@ -64,6 +64,11 @@ class SendQueue(Generic[T]):
         while len(self._items) >= self._capacity:
             await self._changed.park()
 
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is in the getter's hands."""
+        return not self._items and not self._in_hand
+
     def put(self, item: T) -> None:
         assert len(self._items) < self._capacity, "put without room"
         self._items.append(item)
@@ -82,5 +87,5 @@ class SendQueue(Generic[T]):
 
     async def wait_flushed(self) -> None:
         """Wait until every item put so far has been got and done."""
-        while self._items or self._in_hand:
+        while not self.idle:
             await self._changed.park()

@@ -25,7 +25,7 @@ from skippy.protocol import (
 
 from .framing import receive_reply
 from .links import Link, LinkClosed
-from .queues import SendQueue
+from .writer import LinkWriter
 
 if TYPE_CHECKING:
     from .context import StageContext
@@ -93,7 +93,8 @@ class ReturnStream:
 
     def __init__(self, context: StageContext, link: Link) -> None:
         self._link = link
-        self._queue: SendQueue[bytes] = SendQueue(context.options.max_inflight)
+        self._writer = LinkWriter(link, context.options.max_inflight)
+        self.write = self._writer.run
 
     async def open(self, request_id: int, session_id: int) -> None:
         """Say whose stream this is. It is the first message and gets no reply."""
@@ -104,12 +105,8 @@ class ReturnStream:
     async def send(self, reply: Reply) -> None:
         """Queue a reply; waits for room."""
         data = encode_reply(reply)
-        await self._queue.wait_room()
-        self._queue.put(data)
-
-    async def write(self) -> None:
-        while True:
-            await self._link.send([await self._queue.get()])
+        await self._writer.wait_room()
+        self._writer.put([data])
 
     async def watch(self) -> None:
         """Stage 0 never sends on this stream, so anything that can be received is its end."""

@@ -113,7 +113,10 @@ async def _execute(
                         return
                     span["message_kind"] = message.kind.name
                     span["activation_bytes"] = len(message.activation)
-                await send.send(message)
+                try:
+                    send.send_nowait(message)  # saves a task switch where the executor is waiting
+                except trio.WouldBlock:
+                    await send.send(message)
 
     async def end_with_lane() -> None:
         await lane.wait_ended()

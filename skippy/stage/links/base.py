@@ -30,6 +30,13 @@ class Link(abc.ABC):
         """Send all bytes of all buffers, in order, without joining them. Raises LinkClosed."""
 
     @abc.abstractmethod
+    def send_nowait(self, buffers: Sequence[Buffer]) -> list[memoryview]:
+        """Hand over what the system takes at once; returns the rest, in order, which may be everything.
+
+        Only while no ``send`` is under way. Raises LinkClosed.
+        """
+
+    @abc.abstractmethod
     async def receive_into(self, buffer: memoryview) -> int:
         """Receive at least one byte into ``buffer``; 0 at the end of the stream. Raises LinkClosed."""
 

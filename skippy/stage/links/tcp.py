@@ -34,16 +34,24 @@ class TcpLink(Link):
         return self._peer
 
     async def send(self, buffers: Sequence[Buffer]) -> None:
-        views = [view for view in (memoryview(b).cast("B") for b in buffers) if view.nbytes]
+        views = _views(buffers)
         try:
             while views:
-                sent = await self._socket.sendmsg(views)
-                while views and sent >= views[0].nbytes:
-                    sent -= views.pop(0).nbytes
-                if sent:
-                    views[0] = views[0][sent:]
+                _consume(views, await self._socket.sendmsg(views))
         except (OSError, trio.ClosedResourceError) as exc:
             raise LinkClosed(f"sending to {self._peer} failed: {_reason(exc)}") from exc
+
+    def send_nowait(self, buffers: Sequence[Buffer]) -> list[memoryview]:
+        views = _views(buffers)
+        try:
+            # The socket is non-blocking, and trio has no call that tries once without a checkpoint.
+            sent = os.writev(self._socket.fileno(), views)
+        except BlockingIOError:
+            return views
+        except OSError as exc:
+            raise LinkClosed(f"sending to {self._peer} failed: {_reason(exc)}") from exc
+        _consume(views, sent)
+        return views
 
     async def receive_into(self, buffer: memoryview) -> int:
         try:
@@ -118,6 +126,18 @@ class TcpTransport(Transport):
         except BaseException:
             sock.close()
             raise
+
+
+def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
+    return [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view.nbytes]
+
+
+def _consume(views: list[memoryview], sent: int) -> None:
+    """Take ``sent`` bytes off the front, in place."""
+    while views and sent >= views[0].nbytes:
+        sent -= views.pop(0).nbytes
+    if sent:
+        views[0] = views[0][sent:]
 
 
 async def _resolve(
