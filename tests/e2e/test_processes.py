@@ -185,7 +185,7 @@ def test_bad_models_and_cuts_are_one_clear_line(tmp_path: Path, bundled_model: P
 
 def test_a_port_in_use_is_named(bundled_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        bind = "127.0.0.1:{}".format(taken.getsockname()[1])
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
         process = Process.start(["run", "--model", str(bundled_model), "--bind", bind])
         assert process.wait(60) in (1, 2)
         assert bind in process.output()
