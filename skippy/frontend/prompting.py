@@ -104,7 +104,10 @@ class PromptBuilder:
 
     async def _tokenise(self, encode: Callable[[T], list[int]], value: T) -> list[int]:
         with self._telemetry.span(names.STAGE_OPENAI_TOKENIZE) as span:
-            tokens = await trio.to_thread.run_sync(encode, value, limiter=self._limiter)
+            try:
+                tokens = await trio.to_thread.run_sync(encode, value, limiter=self._limiter)
+            except ValueError as error:  # text that no tokenizer takes, such as a word of 100,000 letters
+                raise ApiError(f"the prompt cannot be tokenised: {error}") from error
             span["prompt_tokens"] = len(tokens)
         return tokens
 

@@ -230,3 +230,16 @@ def test_logit_bias_reaches_the_last_stage(chain: Served, vocabulary: Vocabulary
         model=chain.model, prompt=TEXT, max_tokens=3, temperature=0, logit_bias={str(token): 100}
     )
     assert completion.choices[0].text == vocabulary.piece(token).decode() * 3
+
+
+def test_text_that_the_tokenizer_cannot_take_is_a_400_and_not_a_crash(chain: Served) -> None:
+    """llama.cpp's pre-tokenizers recurse over a word; the engine refuses what would overflow the stack."""
+    word = "a" * 70_000
+    for fields in ({"prompt": word}, {"messages": [{"role": "user", "content": word}]}):
+        path = "/completions" if "prompt" in fields else "/chat/completions"
+        response = httpx.post(
+            chain.url + path, json={"model": chain.model, "max_tokens": 1, **fields}, timeout=60
+        )
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    assert chat(chain, max_tokens=3).usage is not None
