@@ -99,6 +99,38 @@ class Message:
     activation: Buffer = b""
     raw_bytes: Buffer = b""
 
+    def forwarded(self, source_stage_index: int, activation: Buffer) -> Message:
+        """This data message as a stage passes it on: its own output in place of its input.
+
+        Kind, position, counts, ids, sidebands and sampling stay; chat metadata is not forwarded with
+        activations (``docs/protocol.md``, "How messages are filled in").
+        """
+        state = self.state
+        # Spelled out: this runs once per token and stage, and attrs.evolve takes three times as long.
+        return Message(
+            self.kind,
+            StageState(
+                state.version,
+                state.seq_id,
+                state.phase,
+                state.flags,
+                state.checkpoint_generation,
+                state.prompt_token_count,
+                state.decode_step,
+                state.current_token,
+                source_stage_index,
+            ),
+            self.pos_start,
+            self.token_count,
+            self.request_id,
+            self.session_id,
+            self.sampling,
+            None,
+            self.tokens,
+            self.positions,
+            activation,
+        )
+
 
 @attrs.frozen(slots=True)
 class ReplyStats:
