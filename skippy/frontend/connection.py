@@ -73,12 +73,16 @@ async def read_json_body(request: Request, *, limit: int, timeout_secs: float) -
     """The raw body of a request that says it is JSON, or says nothing about its type.
 
     Raises:
-        ApiError: 415 for another type, 413 over ``limit`` bytes, 408 if not complete after ``timeout_secs``.
+        ApiError: 415 for another type or a compressed body, 413 over ``limit`` bytes, 408 if not complete
+            after ``timeout_secs``.
     """
     kind = request.mimetype
     # Browsers send other types across origins without asking first.
     if kind and kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(f"the content type is {kind[:100]}; it must be application/json", status=415)
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(f"the content encoding is {coding[:100]}; send the body as it is", status=415)
     too_large = ApiError(f"the request body is larger than {limit} bytes", status=413)
     if (request.content_length or 0) > limit * _DRAIN_FACTOR:
         raise too_large

@@ -24,7 +24,7 @@ def describe(value: Any) -> str:
 
 
 class Fields:
-    """One JSON object being read. A field that is null counts as absent.
+    """One JSON object being read. A field that is null counts as absent, also one nobody knows.
 
     Args:
         data: the object.
@@ -109,9 +109,12 @@ class Fields:
         raise self.error(name, f"is not supported: {reason}", code="unsupported_model_feature")
 
     def refuse_unknown(self) -> None:
-        """Call last: refuse what no reader above has asked for."""
-        for name in self._data:
-            if name in self._known:
+        """Call last: refuse what no reader above has asked for.
+
+        Nulls pass: clients send back whole messages, with a null for every field they know of.
+        """
+        for name, value in self._data.items():
+            if name in self._known or value is None:
                 continue
             shown = name[:100]
             near = difflib.get_close_matches(shown, sorted(self._known), n=1)

@@ -206,6 +206,7 @@ def _message(fields: Fields) -> ChatMessage:
     for feature in ("audio", "refusal", "function_call"):
         fields.accept_only(feature, (), "messages carry text only")
     fields.accept_only("tool_calls", ([],), "tool calls are not parsed")
+    fields.accept_only("annotations", ([],), "messages carry text only")
     fields.refuse_unknown()
     return ChatMessage(role, content, name)
 
@@ -252,7 +253,7 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
         raise fields.error("prompt", text, code="unsupported_model_feature")
     for index, item in enumerate(value):
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= I32_MAX:
-            raise fields.error(f"prompt[{index}]", "must be a token id")
+            raise fields.error(f"prompt[{index}]", "must be a token id, an integer from 0")
     if not value:
         raise fields.error("prompt", "is empty; at least one token id is needed")
     return tuple(value)

@@ -77,6 +77,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(f"the request body is not valid UTF-8 (byte {error.start})") from None
+    if text.startswith("\ufeff"):
+        raise ApiError("the request body begins with a byte order mark, which JSON does not allow")
     if not text.strip(" \t\r\n"):
         raise ApiError("the request body is empty; a JSON object is expected")
     try:
@@ -94,7 +96,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise ApiError(f"the request body is nested more than {MAX_DEPTH} levels deep") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
-        raise ApiError(f"the request body is not valid JSON: {error.msg} at {where}") from None
+        what = error.msg.removesuffix(" at")
+        raise ApiError(f"the request body is not valid JSON: {what} at {where}") from None
     except _Refused as error:
         raise ApiError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

@@ -319,11 +319,15 @@ async def test_body_limits() -> None:
         large = await http.post("/v1/completions", json=completion_body("x" * 200_000))
         huge = await http.post("/v1/completions", content=b" " * 3_000_000)
         form = await http.post("/v1/completions", data={"model": MODEL})
+        packed = {"content-type": "application/json", "content-encoding": "gzip"}
+        compressed = await http.post("/v1/completions", content=b"\x1f\x8b", headers=packed)
         fits = await http.post("/v1/completions", json=completion_body("x" * 90_000))
     for answer in (large, huge):
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "payload_too_large"
     assert form.status_code == 415
+    assert compressed.status_code == 415
+    assert "gzip" in compressed.json()["error"]["message"]
     assert fits.json()["error"]["code"] == "context_length_exceeded"
 
 

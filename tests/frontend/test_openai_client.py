@@ -45,6 +45,23 @@ async def test_async_chat_stream_helper() -> None:
     assert final.choices[0].message.content == "hello"
 
 
+async def test_an_answer_goes_back_into_the_conversation() -> None:
+    generator = ScriptedGenerator(say("hello"))
+    async with serving(generator) as url, asynchronous(url) as client:
+        create = client.chat.completions.create
+        whole = await create(model=MODEL, messages=_MESSAGES)
+        async with client.chat.completions.stream(model=MODEL, messages=_MESSAGES) as stream:
+            parsed = await stream.get_final_completion()
+        plain: openai.types.chat.ChatCompletionMessageParam = {"role": "assistant", "content": "hello"}
+        await create(model=MODEL, messages=[*_MESSAGES, plain, *_MESSAGES])
+        expected = generator.requests.pop().prompt
+        # As objects and as dictionaries, with all the nulls the client's types hold.
+        for message in (whole.choices[0].message, parsed.choices[0].message):
+            for form in (message, message.model_dump(), message.to_dict()):
+                await create(model=MODEL, messages=[*_MESSAGES, form, *_MESSAGES])  # type: ignore[list-item]
+                assert generator.requests.pop().prompt == expected
+
+
 async def test_async_completions() -> None:
     async with serving(ScriptedGenerator(say("hello"))) as url, asynchronous(url) as client:
         whole = await client.completions.create(model=MODEL, prompt="x", max_tokens=3)

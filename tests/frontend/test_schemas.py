@@ -65,7 +65,7 @@ def test_messages() -> None:
         messages=[
             {"role": "developer", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "refusal": None},
+            {"role": "assistant", "content": None, "refusal": None, "annotations": [], "unheard_of": None},
             {"role": "user", "content": "c", "name": "bob"},
         ]
     )
@@ -104,6 +104,7 @@ def test_prompts() -> None:
         {"response_format": {"type": "text"}, "modalities": ["text"], "n": 1, "logprobs": False},
         {"prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "medium", "seed": None},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"unheard_of": None},
     ],
 )
 def test_accepted_without_effect(more: dict[str, Any]) -> None:
@@ -307,3 +308,16 @@ def test_strict_json_accepts_what_json_is() -> None:
         deep = [deep]
     body = {"a": deep, "ü": "🙂\x00", "big": 10**39, "float": 1e300}
     assert parse_object(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b'{"a": "\t"}', "Invalid control character at line 1 column 8"),
+        (b'{"a": 1,}', "at line 1 column 9"),
+    ],
+)
+def test_malformed_json_is_described(body: bytes, words: str) -> None:
+    with pytest.raises(ApiError, match=words):
+        parse_object(body)
