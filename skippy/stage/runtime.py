@@ -36,7 +36,10 @@ class Runtime(abc.ABC):
 
     @abc.abstractmethod
     def post(self, call: Callable[[], object]) -> None:
-        """Queue ``call`` without waiting. It always runs, in order, also after its poster was cancelled."""
+        """Queue ``call`` without waiting. It always runs, in order, also after its poster was cancelled.
+
+        Its exception goes to the log.
+        """
 
 
 class _Job(Generic[T]):
@@ -82,7 +85,7 @@ class RuntimeThread(Runtime):
         """The thread's body."""
         while (job := self._jobs.get()) is not None:
             if job.posted:
-                self._run_posted(job)
+                _run_posted(job.call)
             elif job.task is not None:
                 result = outcome.capture(job.call)
                 with contextlib.suppress(trio.RunFinishedError):
@@ -96,12 +99,12 @@ class RuntimeThread(Runtime):
             task, job.task = job.task, None
             trio.lowlevel.reschedule(task, result)
 
-    @staticmethod
-    def _run_posted(job: _Job[Any]) -> None:
-        try:
-            job.call()
-        except Exception:  # nobody waits for it, so the log is the only place left
-            _log.exception("posted engine call failed")
+
+def _run_posted(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:  # nobody waits for it, so the log is the only place left
+        _log.exception("posted engine call failed")
 
 
 class InlineRuntime(Runtime):
@@ -112,7 +115,7 @@ class InlineRuntime(Runtime):
         return call()
 
     def post(self, call: Callable[[], object]) -> None:
-        call()
+        _run_posted(call)
 
 
 @contextlib.asynccontextmanager

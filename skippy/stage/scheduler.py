@@ -77,9 +77,18 @@ class Scheduler:
 async def open_scheduler(
     make_engine: Callable[[], StageEngine], runtime: Runtime
 ) -> AsyncIterator[Scheduler]:
-    """Load the engine on the runtime and close it there when the block is left."""
-    engine = await runtime.run(make_engine)
+    """Load the engine on the runtime and close it there when the block is left.
+
+    Cancellation: a load that has begun goes on to its end; the engine it makes is closed right behind it.
+    """
+    engines: list[StageEngine] = []
+
+    def close() -> None:
+        for engine in engines:
+            engine.close()
+
     try:
-        yield Scheduler(engine, runtime)
+        await runtime.run(lambda: engines.append(make_engine()))
+        yield Scheduler(engines[0], runtime)
     finally:
-        runtime.post(engine.close)
+        runtime.post(close)

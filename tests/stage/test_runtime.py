@@ -8,8 +8,10 @@ import pytest
 import trio
 import trio.testing
 
+from skippy.engine.toy import ToyEngine
 from skippy.stage.queues import PendingReply, SendQueue
-from skippy.stage.runtime import open_runtime_thread
+from skippy.stage.runtime import InlineRuntime, open_runtime_thread
+from skippy.stage.scheduler import open_scheduler
 
 
 async def test_calls_run_in_order_on_one_thread() -> None:
@@ -57,6 +59,40 @@ async def test_leaving_runs_what_was_posted() -> None:
             runtime.post(lambda: ran.append(1))
             runtime.post(lambda: ran.append(2))
     assert ran == [1, 2]
+
+
+async def test_a_failed_post_does_not_reach_its_poster() -> None:
+    runtime = InlineRuntime()
+    runtime.post(lambda: 1 // 0)
+    assert await runtime.run(lambda: 2) == 2
+
+
+async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
+    gate = threading.Event()
+    closed: list[bool] = []
+
+    class Slow(ToyEngine):
+        def close(self) -> None:
+            super().close()
+            closed.append(True)
+
+    def load() -> Slow:
+        gate.wait()
+        return Slow()
+
+    with trio.fail_after(10):
+        async with open_runtime_thread() as runtime:
+            async with trio.open_nursery() as nursery:
+
+                async def open_and_wait() -> None:
+                    async with open_scheduler(load, runtime):
+                        await trio.sleep_forever()
+
+                nursery.start_soon(open_and_wait)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+            gate.set()
+    assert closed == [True]
 
 
 async def test_send_queue_is_bounded_and_flushes() -> None:
