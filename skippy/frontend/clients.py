@@ -15,10 +15,13 @@ from typing import Final
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
+from hypercorn.protocol import ProtocolWrapper
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from quart_trio import QuartTrio
+
+from .http1 import EnvelopeProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,18 @@ class GuardedStream:
 
 
 class _ClientServer(TCPServer):
+    _wrapper: ProtocolWrapper
+
+    # Hypercorn's server makes its protocol in the middle of run(): this is where ours gets in.
+    @property
+    def protocol(self) -> ProtocolWrapper:
+        return self._wrapper
+
+    @protocol.setter
+    def protocol(self, wrapper: ProtocolWrapper) -> None:
+        wrapper.protocol = EnvelopeProtocol.instead_of(wrapper)
+        self._wrapper = wrapper
+
     async def _read_data(self) -> None:
         await super()._read_data()
         # The keep-alive timer would hold the closed connection until it is over.

@@ -1,0 +1,71 @@
+"""HTTP/1.1 for the endpoint: Hypercorn's protocol, with our words for requests that are no HTTP.
+
+An offer to switch to another protocol (WebSocket, HTTP/2 without TLS) is ignored, as RFC 9110 §7.8 allows.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+
+import h11
+from hypercorn.protocol import ProtocolWrapper
+from hypercorn.protocol.h11 import H11Protocol
+
+from .errors import ApiError
+from .responses import dump
+
+
+class EnvelopeProtocol(H11Protocol):
+    """Answers what h11 refuses with OpenAI's envelope instead of an empty body."""
+
+    @classmethod
+    def instead_of(cls, wrapper: ProtocolWrapper) -> EnvelopeProtocol:
+        """One with the arguments that ``wrapper`` gave its own."""
+        return cls(
+            wrapper.app,
+            wrapper.config,
+            wrapper.context,
+            wrapper.task_group,
+            wrapper.state,
+            wrapper.ssl,
+            wrapper.client,
+            wrapper.server,
+            wrapper.send,
+        )
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        pass  # no upgrade to HTTP/2
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        headers = [(name, value) for name, value in request.headers.raw_items() if name.lower() != b"upgrade"]
+        if len(headers) < len(request.headers):
+            request = h11.Request(
+                method=request.method,
+                target=request.target,
+                headers=headers,
+                http_version=request.http_version,
+            )
+        await super()._create_stream(request)
+
+    async def _send_error_response(self, status_code: int) -> None:
+        # Called where h11's error is being handled.
+        body = dump(_refusal(status_code, self.config.h11_max_incomplete_size, sys.exception()).envelope())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            (b"x-request-id", str(uuid.uuid4()).encode()),
+            *self.config.response_headers("h11"),
+        ]
+        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+
+def _refusal(status: int, head_limit: int, error: BaseException | None) -> ApiError:
+    if status == 431:
+        text = f"the head of the request is larger than {head_limit} bytes"
+        return ApiError(text, status=status, code="request_header_fields_too_large")
+    reason = f": {error}" if error is not None and str(error) else ""
+    return ApiError(f"the request is not valid HTTP/1.1{reason}", status=status)
