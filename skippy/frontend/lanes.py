@@ -59,7 +59,7 @@ class PooledLane:
         self._returned = trio.Event()
 
     async def handle(self, message: Message) -> PendingReply:
-        """Execute a message and return the place of its reply. Raises ChainUnavailable when the lane ends."""
+        """Execute a message and return the place of its reply. Raises StageError when the lane ends."""
         await self.lane.handle(message)
         return self.replies.take()
 
@@ -150,6 +150,10 @@ class LanePool:
                 self._stage.context.telemetry.emit(
                     names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACE_FAILED, error=self._last_error
                 )
+            except* Exception as group:
+                # A fault of ours: it must not take the other lanes with it, and must not stay unseen.
+                self._last_error = "a lane failed by a fault of this program; see its log"
+                log.error("lane failed by a fault of this program", exc_info=group)
             await trio.sleep(RETRY_PAUSE_SECS)
 
     async def _one_lane(self) -> None:
@@ -159,6 +163,7 @@ class LanePool:
         async with trio.open_nursery() as nursery:
             with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_PERSISTENT_CONNECT, lane=lane.number):
                 await nursery.start(lane.run)
+            lane.check_alive()
             pooled = PooledLane(lane, replies)
             lane.machine.connected()
             self._connected += 1
@@ -213,6 +218,7 @@ class LanePool:
                     Message(kind, default_state(kind), request_id=request_id, session_id=session_id)
                 )
                 await place.wait()
+                lane.check_alive()
                 lane.machine.stop_acknowledged()
                 lane.machine.release()
             except StageError:

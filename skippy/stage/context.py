@@ -23,6 +23,10 @@ log = structlog.get_logger("skippy.stage")
 HANDSHAKE_SECS = 20.0
 """How long a peer may take between connecting and being ready, or between accept and its first message."""
 
+MESSAGE_SECS = 300.0
+"""Longest one message may take a stage, its waits for credit, for room and for its turn included. Far above a
+slow prefill chunk; whatever stalls for longer costs the lane, not the stage."""
+
 
 @attrs.frozen(slots=True, kw_only=True)
 class StageContext:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-import attrs
 import trio
 
 from skippy.protocol import (
@@ -27,29 +26,16 @@ from skippy.protocol import (
 )
 from skippy.telemetry import Level, names
 
-from .context import HANDSHAKE_SECS, StageContext
+from .context import HANDSHAKE_SECS, MESSAGE_SECS, StageContext
 from .dialing import dial_stage
 from .downstream import Downstream
 from .errors import DownstreamUnavailable, LaneLost, RequestFailed, StageError
 from .framing import allocate
+from .intake import DATA, RESTORES, check_data
 from .links import Link, LinkClosed
 from .queues import PendingReply
 from .returns import ReturnStream
 from .session import StageSession
-
-_DATA = {
-    MessageKind.PREFILL_EMBD,
-    MessageKind.PREFILL_FINAL_EMBD,
-    MessageKind.DECODE_EMBD,
-    MessageKind.DECODE_READOUT,
-    MessageKind.DECODE_REPLAY_EMBD,
-    MessageKind.DECODE_REPLAY_FINAL_EMBD,
-}
-_RESTORES = {
-    MessageKind.PROBE_PREFILL,
-    MessageKind.RESTORE_PREFILL,
-    MessageKind.TRY_RESTORE_PREFILL,
-}
 
 
 class ReplySink(Protocol):
@@ -156,6 +142,11 @@ class Lane:
             self._return_scope.cancel()
         self._context.hub.forget(self)
 
+    def check_alive(self) -> None:
+        """Raise the lane's failure if it has ended: after any wait it may have, whatever was waited for."""
+        if self._failure is not None:
+            raise self._failure
+
     def close(self) -> None:
         """End the lane in good order. Never waits."""
         self.fail(LaneLost("the lane is closed"))
@@ -172,20 +163,20 @@ class Lane:
             await self._downstream.wait_drained()
         for place in [*self._owed, *self._predictions]:
             await place.wait()
+        self.check_alive()
 
     # -- messages --------------------------------------------------------------------------------------
 
     async def handle(self, message: Message) -> None:
-        """Execute one message; replies owed for it go to the sink.
+        """Execute one message, within MESSAGE_SECS; replies owed for it go to the sink.
 
         Cancellation: the message may have run here and not further down; only ``Stop`` makes sense then.
 
         Raises:
             LaneLost, RequestFailed: the lane has ended, now or before, and why.
         """
-        if self._failure is not None:
-            raise self._failure
-        with trio.CancelScope() as scope:
+        self.check_alive()
+        with trio.move_on_after(MESSAGE_SECS) as scope:
             self._scopes.add(scope)
             try:
                 self._machine.receive(message)
@@ -199,12 +190,13 @@ class Lane:
                 self.fail(exc)
             finally:
                 self._scopes.discard(scope)
-        if self._failure is not None:
-            raise self._failure
+        if scope.cancelled_caught:
+            self.fail(LaneLost(f"{message.kind.name} was not carried out within {MESSAGE_SECS:g} s"))
+        self.check_alive()
 
     async def _dispatch(self, message: Message) -> None:
         kind = message.kind
-        if kind in _DATA:
+        if kind in DATA:
             await self._run_data(message)
         elif kind is MessageKind.CONFIGURE_GENERATION:
             await self._configure(message)
@@ -212,7 +204,7 @@ class Lane:
             await self._stop(message)
         elif kind is MessageKind.TRIM_SESSION:
             await self._trim(message)
-        elif kind in _RESTORES:
+        elif kind in RESTORES:
             # There is no prefix cache yet, so every question about one is a miss, asked of nobody else.
             await self._owe(Reply.ack(ReplyStats(kv_lookup_misses=1)))
         else:
@@ -220,6 +212,7 @@ class Lane:
 
     async def _run_data(self, message: Message) -> None:
         context = self._context
+        check_data(message, context.stage_index, context.info.max_batch)
         if message.kind is MessageKind.PREFILL_EMBD:
             await self._owe(Reply.ack())
         session = await self._ensure_session()
@@ -243,12 +236,7 @@ class Lane:
 
     async def _forward(self, downstream: Downstream, message: Message, output: memoryview) -> None:
         """Send a data message on with this stage's activation in place of its own."""
-        forwarded = attrs.evolve(
-            message,
-            state=attrs.evolve(message.state, source_stage_index=self._context.stage_index),
-            chat_sampling_metadata=None,
-            activation=output,
-        )
+        forwarded = message.forwarded(self._context.stage_index, output)
         if message.kind is MessageKind.PREFILL_EMBD:
             await downstream.send(forwarded, credit=True, on_ack=lambda _: None)
         elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
@@ -326,6 +314,8 @@ class Lane:
         place = PendingReply()
 
         def on_ack(reply: Reply) -> None:
+            if self._failure is not None:
+                return  # it arrived as the lane ended, which has failed the place
             self._owed.remove(place)
             then()
             place.set(Reply.ack(reply.stats))

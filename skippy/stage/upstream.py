@@ -96,23 +96,31 @@ async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
 async def _execute(
     context: StageContext, link: Link, lane: Lane, decoder: MessageDecoder, first: Message
 ) -> None:
-    """Read ahead into a bounded channel, execute in order; returns at the end of the peer's stream."""
+    """Read ahead into a bounded channel, execute in order; returns at the end of the peer's stream.
+
+    An end of stream while a request is live drops what was read ahead and raises LinkClosed.
+    """
     frames = context.options.max_inflight
     if context.max_activation_bytes:
         frames = max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
     send, receive_channel = trio.open_memory_channel[Message](math.ceil(frames))
 
     async def read_ahead() -> None:
+        live = first.kind is not MessageKind.STOP
         async with send:
             while True:
                 with context.telemetry.span(
                     names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer
                 ) as span:
                     message = await receive_message(link, decoder)
+                    if message is None and live:
+                        # Nobody wants the rest, and the executor may be waiting for a stalled downstream.
+                        raise LinkClosed(f"{link.peer} closed the connection while a request was live")
                     if message is None:
                         return
                     span["message_kind"] = message.kind.name
                     span["activation_bytes"] = len(message.activation)
+                    live = message.kind is not MessageKind.STOP
                 try:
                     send.send_nowait(message)  # saves a task switch where the executor is waiting
                 except trio.WouldBlock:

@@ -1,0 +1,243 @@
+"""A lane that ends at the worst moment costs its own request and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import trio
+import trio.testing
+
+from skippy.frontend.driver import ChainGenerator, ChainStream
+from skippy.frontend.generation import ChainUnavailable, GenerationRequest
+from skippy.frontend.lanes import REPLY_TIMEOUT_SECS, LanePool, PooledLane
+from skippy.protocol import Message, MessageKind, Reply, ReplyDecoder, default_state, encode_message
+from skippy.stage import Lane, LaneLost
+from skippy.stage.context import MESSAGE_SECS
+from skippy.stage.dialing import dial_stage
+from skippy.stage.framing import receive_message, receive_reply
+from skippy.stage.links import Link, LinkClosed
+from skippy.telemetry import NULL_TELEMETRY
+from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
+
+PROMPT = [256, *b"hello"]
+
+
+async def serve_request(lane: ScriptedLane) -> None:
+    """Play one whole request of two tokens."""
+    await lane.configure()
+    await lane.receive(MessageKind.PREFILL_EMBD)
+    await lane.acknowledge()
+    for token in (65, 66):
+        await lane.predict(token)
+    await lane.stop()
+
+
+async def check_serves(peer: ScriptedPeer, pool: LanePool) -> None:
+    """The pool has gone on: it dials a new lane, and a request on it works."""
+    async with trio.open_nursery() as nursery:
+        lane = await peer.accept()
+        nursery.start_soon(serve_request, lane)
+        generator = ChainGenerator(peer.stage, pool, "toy", 64)
+        async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=2)) as stream:
+            assert [token async for token in stream] == [65, 66]
+
+
+async def test_a_stage_that_closes_as_soon_as_it_is_ready(autojump_clock: trio.testing.MockClock) -> None:
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        for _ in range(3):
+            (await peer.accept()).link.close()
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_fault_of_our_own_in_one_lane(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        with monkeypatch.context() as patch:
+            patch.setattr(Lane, "wait_settled", lambda _: 1 / 0)
+            await leave_with_owed_prediction(peer, pool)
+        with pytest.raises(ChainUnavailable, match="fault of this program"):
+            await pool.lease()
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
+
+
+async def leave_with_owed_prediction(peer: ScriptedPeer, pool: LanePool) -> tuple[PooledLane, ScriptedLane]:
+    """A lane whose request has left while its first prediction is still owed."""
+    lane = await peer.accept()
+    pooled = await pool.lease()
+    vocabulary = peer.stage.vocabulary
+    assert vocabulary is not None
+    request = GenerationRequest(prompt=PROMPT[:1], max_tokens=2)
+    stream = ChainStream(pooled, request, vocabulary, 64, NULL_TELEMETRY)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stream.__anext__)
+        await lane.configure()
+        await lane.receive(MessageKind.DECODE_EMBD)
+        nursery.cancel_scope.cancel()
+    pooled.give_back()
+    await trio.testing.wait_all_tasks_blocked()
+    return pooled, lane
+
+
+async def test_a_lane_that_ends_with_the_last_reply_it_owed(autojump_clock: trio.testing.MockClock) -> None:
+    """The client has left; its last prediction and the end of the return stream come at once."""
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        pooled, _ = await leave_with_owed_prediction(peer, pool)
+        pooled.lane.deliver_prediction(Reply.predicted_token(65))
+        pooled.lane.fail_return("gone")
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_lane_that_ends_with_the_acknowledgement_of_stop(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    transport = HookedTransport()
+    async with scripted_peer(inline=True, transport=transport) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        pooled, lane = await leave_with_owed_prediction(peer, pool)
+        pooled.lane.deliver_prediction(Reply.predicted_token(65))
+        transport.on_data = lambda: pooled.lane.fail(LaneLost("gone"))
+        await lane.stop()
+        transport.on_data = lambda: None
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_acknowledgement_that_arrives_as_the_lane_ends(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    transport = HookedTransport()
+    async with scripted_peer(inline=True, transport=transport) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        lane = await peer.accept()
+        pooled = await pool.lease()
+        request = GenerationRequest(prompt=PROMPT, max_tokens=2)
+        assert peer.stage.vocabulary is not None
+        stream = ChainStream(pooled, request, peer.stage.vocabulary, 64, NULL_TELEMETRY)
+        async with trio.open_nursery() as requests:
+
+            async def ask() -> None:
+                with pytest.raises(ChainUnavailable, match="gone"):
+                    await stream.__anext__()
+
+            requests.start_soon(ask)
+            await lane.receive(MessageKind.CONFIGURE_GENERATION)
+            transport.on_data = lambda: pooled.lane.fail(LaneLost("gone"))
+            await lane.acknowledge()
+        transport.on_data = lambda: None
+        pooled.give_back()
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("chunks", [1, 40])
+async def test_a_next_stage_that_takes_nothing_any_more(
+    autojump_clock: trio.testing.MockClock, chunks: int
+) -> None:
+    """However far the prompt has come, a stalled chain ends the request; it does not wait for ever."""
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        lane = await peer.accept()
+        started = trio.current_time()
+        generator = ChainGenerator(peer.stage, pool, "toy", 4)
+        prompt = [256, *b"abcd" * chunks]
+        with trio.fail_after(REPLY_TIMEOUT_SECS * 2), pytest.raises(ChainUnavailable, match="within 300 s"):
+            async with generator.generate(GenerationRequest(prompt=prompt, max_tokens=2)) as stream:
+                await stream.__anext__()
+        assert trio.current_time() - started >= REPLY_TIMEOUT_SECS
+        lane.link.close()
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
+
+
+async def drive(driver: Link, count: int) -> None:
+    """Send ``count`` prefill chunks of one token, as fast as they are taken."""
+    kind = MessageKind.PREFILL_EMBD
+    with contextlib.suppress(LinkClosed):
+        for position in range(count):
+            await driver.send(
+                encode_message(
+                    Message(
+                        kind,
+                        default_state(kind),
+                        pos_start=position,
+                        token_count=1,
+                        tokens=(65,),
+                        request_id=1,
+                        session_id=1,
+                    )
+                )
+            )
+
+
+async def count_replies(driver: Link) -> int:
+    """Read replies until the link ends."""
+    decoder, count = ReplyDecoder(), 0
+    with contextlib.suppress(LinkClosed):
+        while await receive_reply(driver, decoder) is not None:
+            count += 1
+    return count
+
+
+async def dial(peer: ScriptedPeer) -> Link:
+    return await dial_stage(
+        peer.stage.context.transport, peer.stage.endpoint, token=None, source_host=None, timeout_secs=5
+    )
+
+
+async def test_a_driver_that_leaves_while_the_next_stage_is_stalled(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its sequence is free at once, although the executor waits for credit."""
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        scheduler = peer.stage.context.scheduler
+        driver = await dial(peer)
+        nursery.start_soon(drive, driver, peer.stage.context.reply_credit + 2)
+        nursery.start_soon(count_replies, driver)
+        await peer.accept()
+        await trio.testing.wait_all_tasks_blocked()
+        assert scheduler.free_sequences == 3
+        driver.close()
+        await trio.testing.wait_all_tasks_blocked()
+        assert scheduler.free_sequences == 4
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_peer_that_stalls_costs_its_lane_after_a_while(
+    autojump_clock: trio.testing.MockClock, reads: bool
+) -> None:
+    """The next stage acknowledges nothing, or the driver reads no reply: neither keeps a sequence."""
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        scheduler = peer.stage.context.scheduler
+        driver = await dial(peer)
+        nursery.start_soon(drive, driver, 200)
+        if reads:
+            nursery.start_soon(count_replies, driver)
+        lane = await peer.accept()
+
+        async def acknowledge() -> None:
+            with contextlib.suppress(LinkClosed):
+                while await receive_message(lane.link, lane.decoder) is not None:
+                    await lane.acknowledge()
+
+        if not reads:
+            nursery.start_soon(acknowledge)
+        await trio.testing.wait_all_tasks_blocked()
+        assert scheduler.free_sequences == 3
+        await trio.sleep(MESSAGE_SECS + 1)
+        assert scheduler.free_sequences == 4
+        nursery.cancel_scope.cancel()
