@@ -67,7 +67,8 @@ async def open_stage(
             ``config.model_path``, cut out first if they are not in the cache yet.
         transport: how stages reach each other; TCP by default.
         listen_socket: an already listening TCP socket to use instead of binding ``config.bind_addr``.
-        progress: called from worker threads as (what, bytes done, bytes in all) while a slice is made.
+        progress: called from worker threads as (what, bytes done, bytes in all) while a slice is made
+            (``"hash"``, ``"wait"``, ``"write"``) and loaded (``"load"``).
         inline: run the engine on the event loop; for tiny exact engines under a virtual clock.
 
     Raises:
@@ -83,7 +84,7 @@ async def open_stage(
     else:
         # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
         model_slice = await _find_slice(config, progress)
-        make_engine = functools.partial(_load_llama, model_slice, engine_options(config))
+        make_engine = functools.partial(_load_llama, model_slice, engine_options(config), progress)
     async with _open_stage(
         config,
         topology,
@@ -144,11 +145,15 @@ async def _find_slice(config: StageConfig, progress: Progress | None) -> SliceIn
     )
 
 
-def _load_llama(model_slice: SliceInfo, options: EngineOptions) -> StageEngine:
+def _load_llama(model_slice: SliceInfo, options: EngineOptions, progress: Progress | None) -> StageEngine:
     # Imported here: hosts that bring their own engine need no llama.cpp.
     from skippy.engine.llama import LlamaEngine
 
-    return LlamaEngine.load(model_slice, options)
+    def report(part: float) -> None:
+        if progress is not None:
+            progress("load", int(part * model_slice.file_bytes), model_slice.file_bytes)
+
+    return LlamaEngine.load(model_slice, options, report)
 
 
 @attrs.frozen(slots=True)

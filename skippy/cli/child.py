@@ -47,10 +47,17 @@ def stage_child(listen_fd: int, status_fd: int, openai_fd: int | None) -> None:
 
 
 class _TellParent:
-    """Announces readiness on an inherited pipe."""
+    """Announces progress and readiness on an inherited pipe, a line each."""
 
     def __init__(self, status_fd: int) -> None:
         self._status_fd = status_fd
+        self._percent = -1
+
+    def loading(self, done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent != self._percent:
+            self._percent = percent
+            os.write(self._status_fd, b"load %d %d\n" % (done, total))
 
     def listening(self, stage: embed.Stage, url: str | None) -> None:
         """Not told: the parent made the sockets, so it knows the addresses."""

@@ -40,6 +40,7 @@ class Child:
         openai_listener: the HTTP socket (stage 0 only).
         command: what to run; the child's options are appended.
         tail: the last lines it wrote to stderr.
+        loaded: bytes of its model part that are loaded, and all of them; zeros before it has begun.
     """
 
     config: StageConfig
@@ -48,6 +49,7 @@ class Child:
     command: Sequence[str] = (sys.executable, "-m", "skippy.cli", "stage-child")
     tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=LAST_LINES))
     process: trio.Process | None = None
+    loaded: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
@@ -80,7 +82,7 @@ class Chain:
 
 
 async def run_chain(
-    chain: Chain, *, relay: bool, ready: Callable[[], None], stage_ready: Callable[[Child], None]
+    chain: Chain, *, relay: bool, ready: Callable[[], None], loading: Callable[[], None]
 ) -> None:
     """Start all children and watch them until cancelled; leaving, on any path, leaves no child behind.
 
@@ -88,26 +90,24 @@ async def run_chain(
         chain: what to run. Its sockets are closed here once the children have them.
         relay: copy what children write to stderr to this process's stderr.
         ready: called once stage 0, and with it the whole chain, is ready.
-        stage_ready: called for each stage that is ready.
+        loading: called when a child's ``loaded`` has changed.
 
     Raises:
         CliError: a child ended; says which, how, and with which last words. The others were stopped.
     """
     async with trio.open_nursery() as nursery:
         for child in chain.children:
-            await _start(
-                nursery, chain, child, relay=relay, on_ready=partial(_on_ready, child, ready, stage_ready)
-            )
-
-
-def _on_ready(child: Child, ready: Callable[[], None], stage_ready: Callable[[Child], None]) -> None:
-    stage_ready(child)
-    if child.config.stage_index == 0:
-        ready()
+            await _start(nursery, chain, child, relay=relay, ready=ready, loading=loading)
 
 
 async def _start(
-    nursery: trio.Nursery, chain: Chain, child: Child, *, relay: bool, on_ready: Callable[[], None]
+    nursery: trio.Nursery,
+    chain: Chain,
+    child: Child,
+    *,
+    relay: bool,
+    ready: Callable[[], None],
+    loading: Callable[[], None],
 ) -> None:
     """Start one child and the tasks that belong to it."""
     status_read, status_write = os.pipe()
@@ -137,7 +137,7 @@ async def _start(
             listener.close()
     child.process = process
     nursery.start_soon(_watch, child, process, relay)
-    nursery.start_soon(_read_status, status, on_ready)
+    nursery.start_soon(_read_status, status, child, ready, loading)
     nursery.start_soon(_send_setup, process, chain.setup_line(child))
 
 
@@ -154,11 +154,22 @@ async def _send_setup(process: trio.Process, line: bytes) -> None:
         await process.stdin.send_all(line)
 
 
-async def _read_status(status: trio.lowlevel.FdStream, on_ready: Callable[[], None]) -> None:
-    """A child writes one line when it is ready, and nothing else."""
+async def _read_status(
+    status: trio.lowlevel.FdStream, child: Child, ready: Callable[[], None], loading: Callable[[], None]
+) -> None:
+    """A child writes ``load DONE TOTAL`` while it loads and ``ready`` in the end, a line each."""
+    rest = b""
     async with status:
-        if await status.receive_some(64):
-            on_ready()
+        async for chunk in status:
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                word, *numbers = line.split()
+                if word == b"load":
+                    done, total = map(int, numbers)
+                    child.loaded = (done, total)
+                    loading()
+                elif child.config.stage_index == 0:
+                    ready()
 
 
 async def _watch(child: Child, process: trio.Process, relay: bool) -> None:

@@ -38,6 +38,10 @@ class SliceProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bar off the terminal. Safe to call twice."""
         self._progress.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:

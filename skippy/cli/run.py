@@ -10,14 +10,14 @@ from typing import Any
 import click
 import trio
 from click.core import ParameterSource
-from rich.console import Console
 
 from skippy import __version__
 from skippy.config import OpenAIOptions
 
 from . import flags
 from .demo import DemoOptions, prepare
-from .launch import Chain, Child, run_chain
+from .launch import Chain, run_chain
+from .progress import SliceProgress
 from .serve import Terminal, refuse_environment
 from .serving import run_until_signal, serve_one
 from .sockets import url_host
@@ -94,23 +94,18 @@ def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
     """Run a whole chain on this machine."""
     level = telemetry_level or ("summary" if verbose else "off")
     chain = prepare(DemoOptions(telemetry_level=level, **values))
-    console = Console(stderr=True)
-    with console.status("") as status:
-        loaded: list[Child] = []
+    with SliceProgress(f"{len(chain.children)} stages") as progress:
 
-        def show() -> None:
-            status.update(f"loading: {len(loaded)} of {len(chain.children)} stages ready")
-
-        def stage_ready(child: Child) -> None:
-            loaded.append(child)
-            show()
+        def loading() -> None:
+            done, total = (sum(numbers) for numbers in zip(*(c.loaded for c in chain.children), strict=True))
+            progress("load", done, total)
 
         def ready() -> None:
-            status.stop()
+            progress.stop()
             click.echo(welcome(chain))
 
-        show()
-        main = partial(run_chain, chain, relay=verbose, ready=ready, stage_ready=stage_ready)
+        loading()
+        main = partial(run_chain, chain, relay=verbose, ready=ready, loading=loading)
         trio.run(run_until_signal, main, None)
 
 

@@ -27,6 +27,9 @@ def refuse_environment() -> None:
 class Terminal:
     """Announces on stdout."""
 
+    def loading(self, done: int, total: int) -> None:
+        """Shown as a bar by whoever draws the progress."""
+
     def listening(self, stage: embed.Stage, url: str | None) -> None:
         config = stage.config
         layers = f"layers {config.layer_start}:{config.layer_end}"

@@ -48,7 +48,10 @@ def check_mtp(config: StageConfig) -> None:
 
 
 class Announce(Protocol):
-    """Told how far a stage has come; both are called at most once, in this order."""
+    """Told how far a stage has come; ``listening`` and ``ready`` are called at most once, in this order."""
+
+    def loading(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes of the model part are loaded. Called from the engine's thread."""
 
     def listening(self, stage: embed.Stage, url: str | None) -> None:
         """The model is loaded and the ports are bound; ``url`` is the OpenAI endpoint, if there is one."""
@@ -78,14 +81,19 @@ def serve_one(
     async def serve() -> None:
         async with contextlib.AsyncExitStack() as stack:
             with SliceProgress(f"layers {config.layer_start}:{config.layer_end}") as progress:
-                progress("load", 0, 0)
+
+                def report(what: str, done: int, total: int) -> None:
+                    progress(what, done, total)
+                    if what == "load":
+                        announce.loading(done, total)
+
                 opened = embed.open_stage(
                     config,
                     topology,
                     options,
                     listen_socket=stage_socket,
                     telemetry=telemetry,
-                    progress=progress,
+                    progress=report,
                 )
                 stage = await stack.enter_async_context(opened)
             if openai is None:

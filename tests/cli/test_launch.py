@@ -53,14 +53,9 @@ def make_chain(*scripts: str) -> Chain:
     )
 
 
-async def run(chain: Chain, ready: Callable[[], None] = lambda: None, relay: bool = False) -> list[str]:
-    """Run a chain; returns the names of the stages that said they are ready."""
-    stages: list[str] = []
+async def run(chain: Chain, ready: Callable[[], None] = lambda: None, relay: bool = False) -> None:
     with trio.fail_after(30):
-        await run_chain(
-            chain, relay=relay, ready=ready, stage_ready=lambda child: stages.append(child.config.stage_id)
-        )
-    return stages
+        await run_chain(chain, relay=relay, ready=ready, loading=lambda: None)
 
 
 def only_error(caught: pytest.ExceptionInfo[BaseException]) -> str:
@@ -136,29 +131,31 @@ async def test_a_child_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPa
     assert not psutil.pid_exists(process.pid)
 
 
-async def test_stage_ready_comes_before_ready() -> None:
-    chain = make_chain(READY + UNTIL_PARENT_ENDS)
-    seen: list[str] = []
+async def test_what_children_have_loaded_is_told() -> None:
+    load = 'os.write(int(options["--status-fd"]), b"load 5 10\\nlo"); time.sleep(0)\n'
+    rest = 'os.write(int(options["--status-fd"]), b"ad 10 10\\nready\\n")\n'
+    chain = make_chain(load + rest + UNTIL_PARENT_ENDS)
+    seen: list[tuple[int, int] | str] = []
     with trio.CancelScope() as scope, trio.fail_after(30):
 
         def ready() -> None:
-            seen.append("chain")
+            seen.append("ready")
             scope.cancel()
 
         await run_chain(
-            chain, relay=False, ready=ready, stage_ready=lambda child: seen.append(child.config.stage_id)
+            chain, relay=False, ready=ready, loading=lambda: seen.append(chain.children[0].loaded)
         )
-    assert seen == ["stage-0", "chain"]
+    assert seen == [(5, 10), (10, 10), "ready"]
 
 
 async def test_only_stage_0_means_ready() -> None:
-    chain = make_chain(UNTIL_PARENT_ENDS, READY + UNTIL_PARENT_ENDS)
+    chain = make_chain(UNTIL_PARENT_ENDS, READY + READY.replace("ready", "load 1 1") + UNTIL_PARENT_ENDS)
     with trio.CancelScope() as scope, trio.fail_after(30):
         await run_chain(
             chain,
             relay=False,
             ready=partial(pytest.fail, "stage 0 never said so"),
-            stage_ready=lambda child: scope.cancel(),
+            loading=scope.cancel,
         )
     assert scope.cancelled_caught
 
