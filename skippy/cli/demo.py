@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import secrets
 import socket
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import attrs
 
 from skippy.config import Endpoint, OpenAIOptions, StageOptions
+from skippy.engine import usable_cores
 from skippy.models import ModelSummary, ensure_slice, inspect_model
 from skippy.topology import (
     LayerRange,
@@ -76,13 +76,6 @@ def plan_layers(layer_count: int, stages: int | None, splits: str | None) -> lis
     if stages is not None and stages != len(ranges):
         raise SettingError(f"--splits {splits} gives {len(ranges)} stages, but --stages says {stages}")
     return ranges
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def context_size(summary: ModelSummary, asked: int | None) -> int:

@@ -16,7 +16,7 @@ from .base import (
     StageEngine,
     Vocabulary,
 )
-from .options import CACHE_TYPES, MAX_SEQUENCES, EngineOptions
+from .options import CACHE_TYPES, MAX_SEQUENCES, EngineOptions, usable_cores
 
 __all__ = [
     "CACHE_TYPES",
@@ -31,4 +31,5 @@ __all__ = [
     "Segment",
     "StageEngine",
     "Vocabulary",
+    "usable_cores",
 ]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+from typing import Any, Literal, get_args
 
 import attrs
 
-FlashAttention = Literal["auto", "disabled", "enabled"]
-SplitMode = Literal["auto", "none", "layer", "row", "tensor"]
+from skippy.config.stage import CacheType, FlashAttention, SplitMode
+
 TapChoice = Literal["auto", "c", "python"]
 
-CACHE_TYPES: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 """Tensor types a KV cache may have (ggml's names)."""
 
 MAX_SEQUENCES = 256
 """llama.cpp's compiled-in limit of sequences in one context (``LLAMA_MAX_SEQ``)."""
+
+
+def usable_cores() -> int:
+    """CPU cores this process may use, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return max(1, os.cpu_count() or 1)
 
 
 def _integer(low: int, high: int) -> Any:
@@ -78,7 +86,7 @@ class EngineOptions:
     n_gpu_layers: int = attrs.field(default=0, validator=_integer(-1, 2**20))
     cache_type_k: str = attrs.field(default="f16", validator=_one_of(*CACHE_TYPES))
     cache_type_v: str = attrs.field(default="f16", validator=_one_of(*CACHE_TYPES))
-    flash_attn: FlashAttention = attrs.field(default="auto", validator=_one_of("auto", "disabled", "enabled"))
+    flash_attn: FlashAttention = attrs.field(default="auto", validator=_one_of(*get_args(FlashAttention)))
     mmap: bool | None = None
     mlock: bool = False
     direct_io: bool = False
@@ -86,14 +94,12 @@ class EngineOptions:
     no_host_buffer: bool = False
     check_tensors: bool = False
     main_gpu: int = attrs.field(default=0, validator=_integer(0, 255))
-    split_mode: SplitMode = attrs.field(
-        default="auto", validator=_one_of("auto", "none", "layer", "row", "tensor")
-    )
+    split_mode: SplitMode = attrs.field(default="auto", validator=_one_of(*get_args(SplitMode)))
     op_offload: bool = True
     kv_offload: bool = True
     kv_unified: bool = False
     swa_full: bool = True
-    tap: TapChoice = attrs.field(default="auto", validator=_one_of("auto", "c", "python"))
+    tap: TapChoice = attrs.field(default="auto", validator=_one_of(*get_args(TapChoice)))
 
     def __attrs_post_init__(self) -> None:
         if self.context_length * self.max_sequences > _INT32_MAX:

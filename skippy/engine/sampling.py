@@ -9,13 +9,11 @@ from typing import Final
 
 import numpy as np
 
-from skippy.protocol.messages import SamplingConfig
+from skippy.protocol.messages import DEFAULT_SAMPLERS, SamplingConfig
 
 from .base import EngineError, FloatArray
 
-SAMPLER_NAMES: Final[frozenset[str]] = frozenset(
-    {"penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature"}
-)
+SAMPLER_NAMES: Final = frozenset(DEFAULT_SAMPLERS)
 """Stages a sampling block may name, in any order; one that is not named is not applied."""
 
 DRY_BREAKER_BYTES: Final = 40

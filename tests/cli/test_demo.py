@@ -10,7 +10,8 @@ import click
 import pytest
 
 from skippy.cli import demo
-from skippy.cli.demo import context_size, find_model, plan_layers, usable_cores
+from skippy.cli.demo import context_size, find_model, plan_layers
+from skippy.engine import usable_cores
 from skippy.models import ModelSummary, SliceInfo
 from skippy.topology import PlanError
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from skippy.engine.base import ModelLoadError
-from skippy.engine.options import EngineOptions
+from skippy.engine.options import EngineOptions, usable_cores
 from skippy.engine.tap import Tap
 from skippy.models import SliceInfo
 
-from .native import api, metadata, reported_errors, usable_cores
+from .native import api, metadata, reported_errors
 from .precheck import check_file
 
 LoadProgress = Callable[[float], None]

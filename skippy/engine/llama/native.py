@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import ctypes
-import os
 import pathlib
 import threading
 from collections.abc import Iterator
@@ -109,13 +108,6 @@ def metadata(model: int, key: str) -> str | None:
     buffer = ctypes.create_string_buffer(256)
     size = api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
     return None if size < 0 else buffer.value.decode(errors="replace")
-
-
-def usable_cores() -> int:
-    """CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return max(1, os.cpu_count() or 1)
 
 
 def address_of(buffer: memoryview) -> int:
