@@ -7,9 +7,11 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import attrs
 import httpx
 import pytest
 import trio
+import trio.testing
 
 from skippy import embed
 from skippy.config import ConfigError, OpenAIOptions, StageConfig
@@ -17,6 +19,7 @@ from skippy.engine import StageEngine
 from skippy.engine.toy import ToyEngine
 from skippy.models import GGUFError
 from tests.support.cluster import LAYERS, ranges_of, toy_config, toy_topology
+from tests.support.tiny_models import write_tiny
 
 ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
 
@@ -59,6 +62,33 @@ async def test_a_host_serves_a_chain_and_everything_ends_with_the_block() -> Non
             pass
 
 
+async def test_leaving_ends_open_streams_with_an_error_frame() -> None:
+    request = {"model": "toy", "prompt": "hello", "max_tokens": 400, "temperature": 0, "stream": True}
+    lines: list[str] = []
+    with trio.fail_after(30):
+        # The endpoint's block is left first; the nursery then waits for the reader.
+        async with (
+            chain() as stages,
+            httpx.AsyncClient() as http,
+            trio.open_nursery() as nursery,
+            embed.open_openai(stages[0], any_port()) as endpoint,
+        ):
+            started = trio.Event()
+
+            async def read() -> None:
+                url = endpoint.url + "/completions"
+                async with http.stream("POST", url, json=request) as response:
+                    async for line in response.aiter_lines():
+                        started.set()
+                        lines.append(line)
+
+            nursery.start_soon(read)
+            await started.wait()
+    lines = [line for line in lines if line]
+    assert lines[-1] == "data: [DONE]"
+    assert "shutting down" in lines[-2] or '"finish_reason":"length"' in lines[-2].replace(" ", "")
+
+
 async def test_the_hosts_own_exception_comes_back_as_it_was() -> None:
     with trio.fail_after(30), pytest.raises(ZeroDivisionError):
         async with chain() as stages, embed.open_openai(stages[0], any_port()):
@@ -71,6 +101,24 @@ async def test_cancelling_the_host_leaves_at_once() -> None:
             async with chain() as stages, embed.open_openai(stages[0], any_port()):
                 await trio.sleep_forever()
         assert scope.cancelled_caught
+
+
+async def test_cancelling_while_the_model_loads_ends_the_load(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny.gguf", layers=LAYERS)
+    config = attrs.evolve(toy_config(0, [(0, LAYERS)], ENDPOINTS), model_path=str(model))
+    token = trio.lowlevel.current_trio_token()
+    parts: list[int] = []
+
+    def progress(what: str, done: int, _total: int) -> None:
+        assert what == "load"
+        parts.append(done)
+        trio.from_thread.run_sync(scope.cancel, trio_token=token)
+        trio.from_thread.run(trio.testing.wait_all_tasks_blocked, trio_token=token)
+
+    with trio.fail_after(30), trio.CancelScope() as scope:
+        async with embed.open_stage(config, transport=embed.MemoryTransport(), progress=progress):
+            raise AssertionError("it was cancelled before it was loaded")
+    assert len(parts) == 1
 
 
 async def test_only_stage_zero_serves_openai_and_not_with_more_requests_than_lanes() -> None:

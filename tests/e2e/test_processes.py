@@ -12,6 +12,8 @@ import httpx
 import psutil
 import pytest
 
+from skippy.models import ensure_slice
+
 from .support import Process, children_of, running, serve
 
 READY = r"OpenAI endpoint: (\S+)"
@@ -61,6 +63,21 @@ def test_the_link_token_is_not_on_any_command_line(bundled_model: Path) -> None:
             assert not [
                 word for word in line if "token" in word and word != "skippy.frontend.template_worker"
             ]
+
+
+def test_a_middle_stage_stays_within_its_slice_its_cache_and_150_mb(bundled_model: Path) -> None:
+    context, lanes = 2048, 4
+    with serve(bundled_model, 3, "--ctx-size", str(context), "--lane-count", str(lanes)) as served:
+        body = {"model": served.model, "prompt": "word " * 1500, "max_tokens": 8, "temperature": 0}
+        for _ in range(3):
+            assert httpx.post(served.url + "/completions", json=body, timeout=120).status_code == 200
+        pid = int(served.process.wait_for(r"stage-1 .* process (\d+)")[1])
+        slice_bytes = ensure_slice(bundled_model, 10, 20).path.stat().st_blocks * 512
+        # Ten layers and the spare one, keys and values of 3 heads of 64 in f16.
+        cache_bytes = 11 * context * lanes * 2 * 3 * 64 * 2
+        resident = psutil.Process(pid).memory_info().rss
+        assert slice_bytes < 23_000_000
+        assert resident < slice_bytes + cache_bytes + 150_000_000
 
 
 def two_machines(folder: Path, model: Path, hosts: list[str]) -> list[list[str]]:
