@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import attrs
 import trio
 
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, check_against_topology
-from skippy.engine import EngineOptions, StageEngine
+from skippy.engine import EngineOptions, ModelLoadError, StageEngine
 from skippy.frontend.app import create_app
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.lanes import LanePool
@@ -79,23 +80,27 @@ async def open_stage(
     """
     if topology is not None:
         check_against_topology(config, topology)
+    stopped = threading.Event()
     if engine_factory is not None:
         make_engine = functools.partial(engine_factory, config)
     else:
         # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
         model_slice = await _find_slice(config, progress)
-        make_engine = functools.partial(_load_llama, model_slice, engine_options(config), progress)
-    async with _open_stage(
-        config,
-        topology,
-        options or StageOptions(),
-        make_engine,
-        transport=transport,
-        listen_socket=listen_socket,
-        telemetry=telemetry,
-        inline=inline,
-    ) as stage:
-        yield stage
+        make_engine = functools.partial(_load_llama, model_slice, engine_options(config), progress, stopped)
+    async with open_hidden_nursery() as nursery:
+        nursery.start_soon(_set_when_cancelled, stopped)
+        async with _open_stage(
+            config,
+            topology,
+            options or StageOptions(),
+            make_engine,
+            transport=transport,
+            listen_socket=listen_socket,
+            telemetry=telemetry,
+            inline=inline,
+        ) as stage:
+            yield stage
+        nursery.cancel_scope.cancel()
 
 
 def engine_options(config: StageConfig) -> EngineOptions:
@@ -145,11 +150,23 @@ async def _find_slice(config: StageConfig, progress: Progress | None) -> SliceIn
     )
 
 
-def _load_llama(model_slice: SliceInfo, options: EngineOptions, progress: Progress | None) -> StageEngine:
+async def _set_when_cancelled(event: threading.Event) -> None:
+    try:
+        await trio.sleep_forever()
+    finally:
+        event.set()
+
+
+def _load_llama(
+    model_slice: SliceInfo, options: EngineOptions, progress: Progress | None, stopped: threading.Event
+) -> StageEngine:
     # Imported here: hosts that bring their own engine need no llama.cpp.
     from skippy.engine.llama import LlamaEngine
 
     def report(part: float) -> None:
+        if stopped.is_set():
+            # Nobody waits for the engine any more, and shutdown does not wait long for the load.
+            raise ModelLoadError(f"{model_slice.path}: loading was cancelled")
         if progress is not None:
             progress("load", int(part * model_slice.file_bytes), model_slice.file_bytes)
 
