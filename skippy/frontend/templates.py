@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +17,23 @@ import trio
 
 from .errors import ApiError, internal_error
 
+logger = logging.getLogger(__name__)
+
 START_SECS: Final = 30.0
 # Wall time is a multiple of processor time, so that a busy machine is not mistaken for an endless loop.
 WALL_FACTOR: Final = 5.0
 _HEADER_BYTES: Final = 4
+# How a worker ends that has used up its processor time.
+_OUT_OF_TIME: Final = -signal.SIGPROF if hasattr(signal, "SIGPROF") else None
 _PACKAGE_PARENT: Final = str(Path(__file__).resolve().parents[2])
 
 
 class _WorkerLost(Exception):
     """The worker ended, or was killed, before it answered."""
+
+
+class _StartFailed(_WorkerLost):
+    """The worker never got ready, so no template is to blame."""
 
 
 @attrs.define(slots=True, eq=False)
@@ -56,7 +66,10 @@ class _Worker:
 
     async def ask(self, payload: bytes) -> dict[str, Any]:
         """Send one frame and read its answer. A cancelled call leaves the worker unusable."""
-        await self._stdin.send_all(len(payload).to_bytes(_HEADER_BYTES, "big") + payload)
+        try:
+            await self._stdin.send_all(len(payload).to_bytes(_HEADER_BYTES, "big") + payload)
+        except trio.BrokenResourceError:
+            raise _WorkerLost from None
         return await self.read()
 
     async def read(self) -> dict[str, Any]:
@@ -75,13 +88,14 @@ class _Worker:
             data += chunk
         return bytes(data)
 
-    async def kill(self) -> None:
-        """End the process and reap it. Not cancellable; SIGKILL makes it brief."""
+    async def kill(self) -> int:
+        """End the process and reap it: its exit code. Not cancellable; SIGKILL makes it brief."""
         with trio.CancelScope(shield=True):
             self._process.kill()
-            await self._process.wait()
+            code = await self._process.wait()
             await trio.aclose_forcefully(self._stdin)
             await trio.aclose_forcefully(self._stdout)
+        return code
 
 
 class TemplateRenderer:
@@ -139,12 +153,13 @@ class TemplateRenderer:
     async def _serve(self, job: _Job) -> None:
         job.error = internal_error()  # unless something better is known below
         try:
-            reply = await self._ask(job.payload)
-        except (_WorkerLost, trio.TooSlowError, trio.BrokenResourceError):
+            reply = await self._ask_twice(job.payload)
+        except (OSError, ValueError, _StartFailed):
+            logger.exception("the template worker failed")
+            await self._stop_worker()
+        except (_WorkerLost, trio.TooSlowError):
             await self._stop_worker()
             job.error = _template_error("the chat template took too long or too much memory, and was stopped")
-        except (OSError, ValueError):
-            await self._stop_worker()
         else:
             if "text" in reply:
                 # What is no Unicode cannot be tokenised.
@@ -156,6 +171,15 @@ class TemplateRenderer:
                 await self._stop_worker()
         finally:
             job.done.set()
+
+    async def _ask_twice(self, payload: bytes) -> dict[str, Any]:
+        """One answer. A worker ended from outside is no fault of the template, which gets a second one."""
+        try:
+            return await self._ask(payload)
+        except _WorkerLost:
+            if await self._stop_worker() == _OUT_OF_TIME:
+                raise
+        return await self._ask(payload)
 
     async def _ask(self, payload: bytes) -> dict[str, Any]:
         if self._worker is not None and self._worker.has_ended:  # killed from outside while it was idle
@@ -181,14 +205,19 @@ class TemplateRenderer:
         )
         # JSON escapes take at most 12 bytes for the 4 bytes of a character.
         self._worker = _Worker(process, self._max_output_bytes * 6 + 65536)
-        with trio.fail_after(START_SECS):
-            await self._worker.read()
+        try:
+            with trio.fail_after(START_SECS):
+                await self._worker.read()
+        except trio.TooSlowError:
+            raise OSError(f"not ready after {START_SECS:g} s") from None
+        except _WorkerLost:
+            raise _StartFailed("it ended before it was ready") from None
         return self._worker
 
-    async def _stop_worker(self) -> None:
+    async def _stop_worker(self) -> int | None:
+        """End the worker, if there is one: its exit code, or minus the signal that ended it."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            await worker.kill()
+        return None if worker is None else await worker.kill()
 
 
 def _template_error(message: str) -> ApiError:

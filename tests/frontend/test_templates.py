@@ -142,6 +142,37 @@ async def test_a_worker_killed_while_idle_is_replaced() -> None:
         assert await renderer.render("next", {}) == "next"
 
 
+async def test_a_worker_killed_at_work_costs_nobody_an_answer() -> None:
+    async with running() as renderer:
+        await renderer.render("warm", {})
+        pid = renderer.worker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # it has the job for sure, and cannot have answered
+        texts: list[str] = []
+
+        async def render() -> None:
+            texts.append(await renderer.render("{{ messages[0].content }}", chat("mine")))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(render)
+            await trio.testing.wait_all_tasks_blocked()
+            os.kill(pid, signal.SIGKILL)
+        assert texts == ["mine"]
+        assert not is_alive(pid)
+
+
+async def test_a_worker_that_cannot_start_is_no_fault_of_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running() as renderer:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/bin/false")
+            with pytest.raises(ApiError) as caught:
+                await renderer.render("x", {})
+            assert caught.value.status == 500
+        assert await renderer.render("next", {}) == "next"
+
+
 async def test_no_worker_outlives_the_renderer() -> None:
     async with running() as renderer:
         await renderer.render("warm", {})
