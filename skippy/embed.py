@@ -19,16 +19,24 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import attrs
+import structlog
 import trio
 
-from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, check_against_topology
+from skippy.config import (
+    ConfigError,
+    OpenAIOptions,
+    StageConfig,
+    StageOptions,
+    StageTopology,
+    check_against_topology,
+)
 from skippy.engine import EngineOptions, ModelLoadError, StageEngine
 from skippy.frontend.app import create_app
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.lanes import LanePool
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
-from skippy.models import Progress, SliceInfo, ensure_slice
+from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice
 from skippy.stage import Stage, StageStartError, open_stage as _open_stage
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.stage.nurseries import open_hidden_nursery
@@ -73,7 +81,8 @@ async def open_stage(
         inline: run the engine on the event loop; for tiny exact engines under a virtual clock.
 
     Raises:
-        ConfigError: configuration and topology contradict each other.
+        ConfigError: configuration and topology contradict each other, or a key asks for a feature of the
+            model that is not used yet.
         ModelError, ModelLoadError: the model cannot be read, cut or loaded.
         StageStartError: a neighbour is missing, or the model part is not the configured one.
         OSError: the address cannot be bound.
@@ -143,10 +152,32 @@ async def _find_slice(config: StageConfig, progress: Progress | None) -> SliceIn
         if progress is not None:
             progress(what, done, total)
 
-    return await trio.to_thread.run_sync(
-        functools.partial(
-            ensure_slice, Path(config.model_path), config.layer_start, config.layer_end, progress=report
+    path = Path(config.model_path)
+
+    def find() -> SliceInfo:
+        if config.native_mtp_enabled:
+            check_mtp(path)
+        return ensure_slice(path, config.layer_start, config.layer_end, progress=report)
+
+    return await trio.to_thread.run_sync(find)
+
+
+def check_mtp(path: Path) -> None:
+    """``native_mtp_enabled``: a notice for a model without such layers, an error for one that has them.
+
+    Raises:
+        ConfigError: the model has multi-token-prediction layers, which are not used yet.
+        GGUFError: the model cannot be read.
+    """
+    header = GGUFHeader.read(path)
+    if header.count(f"{header.text('general.architecture')}.nextn_predict_layers", 0):
+        raise ConfigError(
+            "native_mtp_enabled: using the model's multi-token-prediction layers is not available yet; "
+            "leave the key out or set it to false"
         )
+    structlog.get_logger("skippy").warning(
+        "native_mtp_enabled has no effect: the model has no multi-token-prediction layers",
+        model_path=str(path),
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import attrs
 import httpx
 import pytest
+import structlog
 import trio
 import trio.testing
+from gguf import GGUFValueType
 
 from skippy import embed
 from skippy.config import ConfigError, OpenAIOptions, StageConfig
@@ -26,6 +28,11 @@ ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
 
 def toy_engine(config: StageConfig) -> StageEngine:
     return ToyEngine(config.layer_start, config.layer_end, LAYERS, context_length=config.ctx_size)
+
+
+def whole(model: Path, *, mtp: bool) -> StageConfig:
+    config = toy_config(0, [(0, LAYERS)], ENDPOINTS)
+    return attrs.evolve(config, model_path=str(model), native_mtp_enabled=mtp)
 
 
 @contextlib.asynccontextmanager
@@ -105,7 +112,7 @@ async def test_cancelling_the_host_leaves_at_once() -> None:
 
 async def test_cancelling_while_the_model_loads_ends_the_load(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny.gguf", layers=LAYERS)
-    config = attrs.evolve(toy_config(0, [(0, LAYERS)], ENDPOINTS), model_path=str(model))
+    config = whole(model, mtp=False)
     token = trio.lowlevel.current_trio_token()
     parts: list[int] = []
 
@@ -151,4 +158,22 @@ async def test_wrong_models_and_contradictions_are_the_documented_errors(tmp_pat
             pass
     with pytest.raises(ConfigError, match="layer"):
         async with embed.open_stage(config, toy_topology([(0, 1), (1, 4), (4, 6)], ENDPOINTS)):
+            pass
+
+
+async def test_mtp_on_a_model_without_such_layers_is_a_notice(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf", layers=LAYERS)
+    for mtp, notices in ((False, 0), (True, 1)):
+        with structlog.testing.capture_logs() as logs, trio.fail_after(30):
+            async with embed.open_stage(whole(model, mtp=mtp), transport=embed.MemoryTransport()):
+                pass
+        found = [log for log in logs if log["event"].startswith("native_mtp_enabled has no effect")]
+        assert [log["log_level"] for log in found] == ["warning"] * notices
+
+
+async def test_mtp_on_a_model_with_such_layers_is_refused(tmp_path: Path) -> None:
+    extra = {"llama.nextn_predict_layers": (GGUFValueType.UINT32, 1)}
+    model = write_tiny(tmp_path / "m.gguf", layers=LAYERS, extra=extra)
+    with trio.fail_after(30), pytest.raises(ConfigError, match="^native_mtp_enabled: .* not available yet"):
+        async with embed.open_stage(whole(model, mtp=True), transport=embed.MemoryTransport()):
             pass

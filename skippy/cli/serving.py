@@ -10,41 +10,18 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
-import structlog
 import trio
 
 from skippy import embed
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology
-from skippy.models import GGUFHeader
 from skippy.telemetry import STDERR_VARIABLE, Level, Telemetry, configure_logging
 
-from .errors import FAILURE, SettingError
+from .errors import FAILURE
 from .progress import SliceProgress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_SECONDS = 4.0
 """After this long a stop becomes an exit without clean-up."""
-
-
-def check_mtp(config: StageConfig) -> None:
-    """``native_mtp_enabled``: a notice for a model without such layers, an error for one that has them.
-
-    Raises:
-        SettingError: the model has multi-token-prediction layers, which are not used yet.
-        GGUFError: the model cannot be read.
-    """
-    if not config.native_mtp_enabled or config.model_path is None:
-        return
-    header = GGUFHeader.read(config.model_path)
-    if header.count(f"{header.text('general.architecture')}.nextn_predict_layers", 0):
-        raise SettingError(
-            "native_mtp_enabled: using the model's multi-token-prediction layers is not available yet; "
-            "leave the key out or set it to false"
-        )
-    structlog.get_logger("skippy").warning(
-        "native_mtp_enabled has no effect: the model has no multi-token-prediction layers",
-        model_path=config.model_path,
-    )
 
 
 class Announce(Protocol):
@@ -74,7 +51,6 @@ def serve_one(
     """Run the stage until SIGINT, SIGTERM or SIGHUP; raises what the stage fails with."""
     level = Level.parse(options.telemetry_level)
     configure_logging(debug=level is Level.DEBUG or STDERR_VARIABLE in os.environ)
-    check_mtp(config)
     context = {"run_id": config.run_id, "stage_id": config.stage_id}
     telemetry = Telemetry.from_environment(level, capacity=options.telemetry_queue_capacity, context=context)
 

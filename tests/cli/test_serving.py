@@ -1,46 +1,15 @@
-"""Running one stage: signals, and settings that need a look at the model."""
+"""Running one stage until a signal."""
 
 from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
-import click
 import pytest
-import structlog
 import trio
-from gguf import GGUFValueType
 
 from skippy.cli import serving
-from skippy.cli.serving import check_mtp, run_until_signal
-from skippy.config import StageConfig
-from tests.support.tiny_models import write_tiny
-
-from .support import STAGE
-
-
-def config_of(model: Path, *, mtp: bool) -> StageConfig:
-    return StageConfig(**STAGE | {"model_path": str(model), "native_mtp_enabled": mtp})
-
-
-def test_mtp_on_a_model_without_such_layers_is_a_notice(tmp_path: Path) -> None:
-    model = write_tiny(tmp_path / "m.gguf")
-    with structlog.testing.capture_logs() as logs:
-        check_mtp(config_of(model, mtp=False))
-        assert logs == []
-        check_mtp(config_of(model, mtp=True))
-    (entry,) = logs
-    assert entry["log_level"] == "warning"
-    assert entry["event"].startswith("native_mtp_enabled has no effect")
-
-
-def test_mtp_on_a_model_with_such_layers_is_refused(tmp_path: Path) -> None:
-    extra = {"llama.nextn_predict_layers": (GGUFValueType.UINT32, 1)}
-    model = write_tiny(tmp_path / "m.gguf", extra=extra)
-    check_mtp(config_of(model, mtp=False))
-    with pytest.raises(click.ClickException, match="^native_mtp_enabled: .* not available yet"):
-        check_mtp(config_of(model, mtp=True))
+from skippy.cli.serving import run_until_signal
 
 
 @pytest.mark.parametrize("number", serving.STOP_SIGNALS)
