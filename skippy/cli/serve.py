@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
 from skippy import embed
@@ -47,6 +48,13 @@ def openai_from_flags(bind_addr: str, values: dict[str, Any]) -> OpenAIOptions:
     return OpenAIOptions(bind_addr=bind_addr, **{name: values.pop(name) for name in names})
 
 
+def refuse_idle_flags(openai: OpenAIOptions) -> None:
+    """Refuse settings of an endpoint that is not asked for."""
+    for field in attrs.fields(OpenAIOptions):
+        if getattr(openai, field.name) != field.default:
+            raise click.UsageError(f"--openai-{field.name.replace('_', '-')} needs --openai-bind-addr")
+
+
 @click.command("serve-binary")
 @flags.config_option
 @flags.topology_option
@@ -68,9 +76,11 @@ def serve_binary(
     config, topology = flags.read_stage(config_path, topology_path, bind_addr)
     openai = openai_from_flags(openai_bind_addr or OpenAIOptions().bind_addr, values)
     options = flags.stage_options(**values)
-    if openai_bind_addr is not None:
-        flags.check_openai(config, openai)
-    serve_one(config, topology, options, openai if openai_bind_addr is not None else None, Terminal())
+    if openai_bind_addr is None:
+        refuse_idle_flags(openai)
+        serve_one(config, topology, options, None, Terminal())
+    else:
+        serve_one(config, topology, options, flags.check_openai(config, openai), Terminal())
 
 
 @click.command("serve-openai")

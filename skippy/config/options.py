@@ -18,7 +18,9 @@ class StageOptions:
     """How a stage runs, apart from what it is."""
 
     max_inflight: int = key(
-        "Requests of one upstream the stage works on at once; at most lane_count is used.", default=4
+        "Frames of one lane that may wait to be carried out, and as many that may wait to be sent on; more "
+        "wait with their sender.",
+        default=4,
     )
     reply_credit_limit: int | None = key(
         "Prefill chunks that may be on their way downstream unacknowledged; 0: none, each is awaited; null: "
@@ -26,7 +28,7 @@ class StageOptions:
         default=None,
     )
     async_prefill_forward: bool = key(
-        "Send prefill chunks on while the next one is computed; off: wait for each to be acknowledged.",
+        "Send frames on while the next one is computed; off: wait until each has been handed to the system.",
         default=True,
     )
     downstream_connect_timeout_secs: int = key(
@@ -37,8 +39,12 @@ class StageOptions:
         default=None,
         repr=False,
     )
-    telemetry_level: Literal["off", "summary", "debug"] = key("How much is recorded.", default="summary")
-    telemetry_queue_capacity: int = key("Events that may wait to be written; more are dropped.", default=1024)
+    telemetry_level: Literal["off", "summary", "debug"] = key(
+        "How much the commands record; a host hands its own Telemetry to open_stage.", default="summary"
+    )
+    telemetry_queue_capacity: int = key(
+        "Events of the commands that may wait to be written; more are dropped.", default=1024
+    )
 
     def __attrs_post_init__(self) -> None:
         require_range(self, 1, I32_MAX, "max_inflight", "telemetry_queue_capacity")

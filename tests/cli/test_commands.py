@@ -154,6 +154,8 @@ def test_off_values_are_accepted(capsys: Capture, command: str, arguments: list[
             "generation concurrency 9 is above the stage's lane_count 4",
         ),
         (["--openai-prefill-chunk-size", "0"], "prefill_chunk_size: is 0"),
+        (["--openai-model-id", "m"], "--openai-model-id needs --openai-bind-addr"),
+        (["--openai-prefill-chunk-size", "64"], "--openai-prefill-chunk-size needs --openai-bind-addr"),
         (["--link-token-file", "none"], "--link-token-file: none: No such file or directory"),
     ],
 )
