@@ -64,7 +64,8 @@ def parse_sampling(fields: Fields) -> SamplingConfig:
         min_p=fields.number("min_p", 0.05, 0, 1),
         presence_penalty=fields.number("presence_penalty", 0, -2, 2),
         frequency_penalty=fields.number("frequency_penalty", 0, -2, 2),
-        repeat_penalty=_repeat_penalty(fields, repeat_name),
+        # Smaller ones, applied up to 16 times, would drive logits out of the range of f32.
+        repeat_penalty=fields.number(repeat_name, 1, 0.01, 100),
         penalty_last_n=_integer(fields, "repeat_last_n", -1, -1, I32_MAX),
         logit_bias=_logit_bias(fields),
         typical_p=fields.number("typical_p", 1, 0, 1),
@@ -89,13 +90,6 @@ def parse_sampling(fields: Fields) -> SamplingConfig:
 def _integer(fields: Fields, name: str, default: int, low: int, high: int) -> int:
     value = fields.integer(name, low, high)
     return default if value is None else value
-
-
-def _repeat_penalty(fields: Fields, name: str) -> float:
-    value = fields.number(name, 1, 0, 100)
-    if value == 0:
-        raise fields.error(name, "is 0; it must be above 0, and 1 is off")
-    return value
 
 
 def _subobject(fields: Fields, name: str) -> Fields:

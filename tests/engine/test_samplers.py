@@ -299,6 +299,25 @@ def test_native_top_n_sigma_and_typical(native: StageEngine) -> None:
     assert len(set(draws(native, settings(typical_p=0.1)))) < len(set(draws(native, settings())))
 
 
+@pytest.mark.parametrize(
+    "order", [("temperature",), ("temperature", "top_p", "min_p"), ("xtc", "temperature")]
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.8, "dynatemp_range": 100.0, "dynatemp_exponent": 100.0},
+        {"temperature": 1e-19, "samplers": ("temperature", "temperature", "temperature")},
+    ],
+)
+def test_native_temperatures_that_near_zero_take_the_best(
+    native: StageEngine, fields: dict[str, Any], order: tuple[str, ...]
+) -> None:
+    logits = some_logits(native) + np.float32(30)  # all above 0, so all would overflow to the same infinity
+    best = int(np.argmax(logits))
+    config = settings(**{"samplers": order, "xtc_probability": 1.0, "xtc_threshold": 1.0, **fields})
+    assert set(draws(native, config, 20, logits=logits)) == {best}
+
+
 def test_step_seeds() -> None:
     seeds = [step_seed(seed, step, b"skippy-draw") for seed in range(4) for step in range(500)]
     assert len(set(seeds)) == len(seeds)

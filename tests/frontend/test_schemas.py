@@ -183,6 +183,7 @@ _REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"mirostat_mode": 2}, "mirostat_mode"),
     ({"mirostat_entropy": 5}, "mirostat_entropy"),
     ({"repeat_penalty": 0}, "repeat_penalty"),
+    ({"repeat_penalty": 1e-40}, "repeat_penalty"),
     ({"samplers": ["top_q"]}, "samplers[0]"),
     ({"sampler_sequence": "z"}, "sampler_sequence"),
     ({"samplers": [], "sampler_sequence": "k"}, "sampler_sequence"),

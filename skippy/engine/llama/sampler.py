@@ -55,7 +55,7 @@ class LlamaSampler(Sampler):
         self._context_length = context_length
         self._owned: list[Any] = []
         self._history: list[Any] = []
-        self._chain: list[Callable[[int], Any]] = []  # step -> native sampler
+        self._chain: list[Callable[[int], None]] = []  # applied to the candidates of a step
         self._closed = False
         self._keep = 0
         if settings is not None:
@@ -83,13 +83,9 @@ class LlamaSampler(Sampler):
             self._add_dry(settings)
         elif name == "xtc":
             if settings.xtc_probability > 0.0:
-                self._chain.append(self._xtc)
+                self._chain.append(self._apply_xtc)
         elif name == "temperature":
-            self._add_fixed(
-                api.llama_sampler_init_temp_ext(
-                    settings.temperature, settings.dynatemp_range, settings.dynatemp_exponent
-                )
-            )
+            self._add_temperature(settings)
         elif name == "top_n_sigma":
             self._add_fixed(api.llama_sampler_init_top_n_sigma(settings.top_nsigma))
         elif name == "top_k":
@@ -103,7 +99,31 @@ class LlamaSampler(Sampler):
 
     def _add_fixed(self, sampler: Any) -> None:
         self._owned.append(sampler)
-        self._chain.append(lambda _step: sampler)
+        self._chain.append(lambda _step: self._apply(sampler))
+
+    def _add_temperature(self, settings: SamplingConfig) -> None:
+        sampler = api.llama_sampler_init_temp_ext(
+            settings.temperature, settings.dynatemp_range, settings.dynatemp_exponent
+        )
+        if settings.dynatemp_range > 0.0 or settings.samplers.count("temperature") > 1:
+            self._owned.append(sampler)
+            self._chain.append(lambda _step: self._apply_temperature(sampler))
+        else:
+            self._add_fixed(sampler)
+
+    def _apply_temperature(self, sampler: Any) -> None:
+        """Where the resulting temperature is so near 0 that f32 overflows, keep the best candidate alone.
+
+        A dynamic temperature follows the entropy of the step, and several temperatures multiply: neither is
+        known beforehand, as what :func:`is_greedy` looks at is.
+        """
+        before = self._left()
+        best = int(before["id"][int(np.argmax(before["logit"]))])
+        self._apply(sampler)
+        left = self._left()
+        if not np.isfinite(left["logit"].max()):
+            left[0] = (best, 0.0, 1.0)
+            self._array.size, self._array.selected, self._array.sorted = 1, -1, True
 
     def _add_penalties(self, settings: SamplingConfig) -> None:
         last = self._context_length if settings.penalty_last_n < 0 else settings.penalty_last_n
@@ -138,11 +158,13 @@ class LlamaSampler(Sampler):
         self._history.append(sampler)
         self._keep = max(self._keep, last)
 
-    def _xtc(self, step: int) -> Any:
+    def _apply_xtc(self, step: int) -> None:
         assert self._settings is not None
         settings = self._settings
         seed = step_seed(settings.seed, step, _PURPOSE_XTC)
-        return api.llama_sampler_init_xtc(settings.xtc_probability, settings.xtc_threshold, _MIN_KEEP, seed)
+        self._apply_once(
+            api.llama_sampler_init_xtc(settings.xtc_probability, settings.xtc_threshold, _MIN_KEEP, seed)
+        )
 
     def accept(self, tokens: Sequence[int]) -> None:
         """As the base class says. Raises ValueError for an id outside the vocabulary; none is taken then."""
@@ -174,8 +196,8 @@ class LlamaSampler(Sampler):
             return best
         array = self._array
         array.data, array.size, array.selected, array.sorted = self._data, len(candidates), -1, False
-        for make in self._chain:
-            self._apply(make(step), temporary=make == self._xtc)
+        for apply in self._chain:
+            apply(step)
         if self._greedy:
             left = self._left()
             top = left["logit"].max()
@@ -183,7 +205,7 @@ class LlamaSampler(Sampler):
         return self._draw(step_seed(settings.seed, step, _PURPOSE_DRAW))
 
     def _draw(self, seed: int) -> int:
-        self._apply(api.llama_sampler_init_dist(seed), temporary=True)
+        self._apply_once(api.llama_sampler_init_dist(seed))
         left, selected = self._left(), int(self._array.selected)
         if not 0 <= selected < len(left):
             raise EngineError("the samplers left no token to choose from")
@@ -200,10 +222,12 @@ class LlamaSampler(Sampler):
             raise EngineError("a sampler moved the candidates out of their array")
         return self._candidates[start:stop]
 
-    def _apply(self, sampler: Any, *, temporary: bool) -> None:
+    def _apply(self, sampler: Any) -> None:
         api.llama_sampler_apply(sampler, ctypes.byref(self._array))
-        if temporary:
-            api.llama_sampler_free(sampler)
+
+    def _apply_once(self, sampler: Any) -> None:
+        self._apply(sampler)
+        api.llama_sampler_free(sampler)
 
     def _check_open(self) -> None:
         if self._closed:
