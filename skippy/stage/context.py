@@ -21,7 +21,8 @@ from .scheduler import Scheduler
 log = structlog.get_logger("skippy.stage")
 
 HANDSHAKE_SECS = 20.0
-"""How long a peer may take between connecting and being ready, or between accept and its first message."""
+"""How long a peer may take to show its link token; at stage 0, to send its first message; and stage 0, to be
+ready once the last stage dials it."""
 
 MESSAGE_SECS = 300.0
 """Longest one message may take a stage, its waits for credit, for room and for its turn included. Far above a

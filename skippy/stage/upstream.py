@@ -51,13 +51,17 @@ async def _serve(context: StageContext, link: Link) -> None:
     handshake = ListenerHandshake(context.token)
     await _authenticate(link, handshake)
     replies = _ReplyChannel()
-    lane: Lane | None = None
     async with trio.open_nursery() as nursery:
-        if context.stage_index > 0:
-            # Ready is a promise about the whole chain below, so the chain comes first. Stage 0 cannot do so:
-            # what connects to it may be a return stream, which needs no chain.
+
+        async def open_lane() -> Lane:
             lane = Lane(context, replies)
             await nursery.start(lane.run)
+            nursery.start_soon(_end_with_lane, lane)
+            return lane
+
+        # Ready is a promise about the whole chain below, so the chain comes first. Stage 0 cannot do so:
+        # what connects to it may be a return stream, which needs no chain.
+        lane = await open_lane() if context.stage_index > 0 else None
         await link.send([handshake.data_to_send()])
         decoder = MessageDecoder(
             context.info.input_width,
@@ -68,15 +72,16 @@ async def _serve(context: StageContext, link: Link) -> None:
         context.telemetry.emit(
             names.STAGE_CONNECTION_SETUP_READY, peer_addr=link.peer, downstream_agreed=lane is not None
         )
-        first = await receive_message(link, decoder)
+        # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
+        with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
+            first = await receive_message(link, decoder)
+        if scope.cancelled_caught:
+            raise LinkClosed(f"{link.peer} sent no message within {HANDSHAKE_SECS:g} s")
         if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
             await context.hub.serve(link, decoder, first)
         elif first is not None:
-            if lane is None:
-                lane = Lane(context, replies)
-                await nursery.start(lane.run)
             nursery.start_soon(_write_replies, context, link, replies)
-            await _execute(context, link, lane, decoder, first)
+            await _execute(context, link, lane or await open_lane(), decoder, first)
         nursery.cancel_scope.cancel()
 
 
@@ -91,6 +96,12 @@ async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
             handshake.receive_data(buffer[:count])
         return
     raise LinkClosed(f"{link.peer} showed no link token within {HANDSHAKE_SECS:g} s")
+
+
+async def _end_with_lane(lane: Lane) -> None:
+    """Raise the lane's failure when it ends, idle or not: whoever is upstream must not count on it."""
+    await lane.wait_ended()
+    raise lane.failure or LaneLost("the lane ended")
 
 
 async def _execute(
@@ -126,12 +137,7 @@ async def _execute(
                 except trio.WouldBlock:
                     await send.send(message)
 
-    async def end_with_lane() -> None:
-        await lane.wait_ended()
-        raise lane.failure or LaneLost("the lane ended")
-
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(end_with_lane)
         nursery.start_soon(read_ahead)
         await lane.handle(first)
         async for message in receive_channel:

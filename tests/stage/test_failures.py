@@ -28,6 +28,7 @@ from skippy.protocol import (
     encode_reply,
 )
 from skippy.stage import DownstreamUnavailable, StageStartError, open_stage
+from skippy.stage.context import HANDSHAKE_SECS
 from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport
@@ -119,6 +120,44 @@ async def test_link_tokens_are_asked_for_and_compared(stages: int) -> None:
                         timeout_secs=0.2,
                     )
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+
+
+async def test_an_idle_lane_does_not_outlive_the_chain_below_it() -> None:
+    ranges, transport = [(0, 2), (2, 4), (4, 6)], MemoryTransport()
+    endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(3)]
+    with trio.fail_after(20):
+        below = await transport.listen(Endpoint.parse(endpoints[2]))
+        config = toy_config(1, ranges, endpoints)
+        middle = open_stage(config, None, StageOptions(), lambda: ToyEngine(2, 4, 6), transport=transport)
+        async with middle as stage, trio.open_nursery() as nursery:
+
+            async def accept_and_close() -> None:
+                link = await below.accept()
+                await link.send([READY_WORD])
+                await trio.testing.wait_all_tasks_blocked()
+                link.close()
+
+            nursery.start_soon(accept_and_close)
+            lane = await dial_stage(transport, stage.endpoint, token=None, source_host=None, timeout_secs=5)
+            assert await read_to_end(lane) == b""
+        below.close()
+
+
+async def test_stage_zero_does_not_keep_connections_that_say_nothing(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with toy_cluster(2, inline=True) as cluster:
+        for index, kept in ((0, False), (1, True)):
+            link = await dial_stage(
+                cluster.transport,
+                cluster.stages[index].endpoint,
+                token=None,
+                source_host=None,
+                timeout_secs=5,
+            )
+            with trio.move_on_after(HANDSHAKE_SECS + 1) as scope:
+                assert await read_to_end(link) == b""
+            assert scope.cancelled_caught is kept
 
 
 def bare(kind: MessageKind, **fields: Any) -> bytes:
