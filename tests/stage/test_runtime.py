@@ -68,7 +68,8 @@ async def test_a_failed_post_does_not_reach_its_poster() -> None:
 
 
 async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
-    gate = threading.Event()
+    gate, begun = threading.Event(), trio.Event()
+    token = trio.lowlevel.current_trio_token()
     closed: list[bool] = []
 
     class Slow(ToyEngine):
@@ -77,6 +78,7 @@ async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
             closed.append(True)
 
     def load() -> Slow:
+        trio.from_thread.run_sync(begun.set, trio_token=token)
         gate.wait()
         return Slow()
 
@@ -89,7 +91,7 @@ async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
                         await trio.sleep_forever()
 
                 nursery.start_soon(open_and_wait)
-                await trio.testing.wait_all_tasks_blocked()
+                await begun.wait()
                 nursery.cancel_scope.cancel()
             gate.set()
     assert closed == [True]

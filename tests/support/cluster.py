@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from skippy.config import PeerConfig, StageConfig, StageOptions, StagePlacement,
 from skippy.engine import StageEngine
 from skippy.engine.toy import ToyEngine
 from skippy.stage import Stage, open_stage
-from skippy.stage.links import MemoryTransport, Transport
+from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 
 LAYERS = 6
 
@@ -96,10 +97,14 @@ async def toy_cluster(
     make_engine: Callable[..., ToyEngine] = ToyEngine,
     **keys: Any,
 ) -> AsyncIterator[Cluster]:
-    """A chain of ``stages`` toy stages over memory links by default."""
+    """A chain of ``stages`` toy stages: over memory links by default, over TCP on any free ports."""
     transport = transport or MemoryTransport()
     ranges = ranges_of(stages)
     endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(stages)]
+    sockets: list[socket.socket] = []
+    if isinstance(transport, TcpTransport):
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(stages)]
+        endpoints = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     topology = toy_topology(ranges, endpoints)
     engines: dict[int, ToyEngine] = {}
 
@@ -115,6 +120,8 @@ async def toy_cluster(
         return engine
 
     async with contextlib.AsyncExitStack() as stack:
+        for sock in sockets:
+            stack.enter_context(sock)
         running: list[Stage] = []
         for index in reversed(range(stages)):
             running.insert(
@@ -126,6 +133,7 @@ async def toy_cluster(
                         options or StageOptions(),
                         functools.partial(factory, config),
                         transport=transport,
+                        listen_socket=sockets[index] if sockets else None,
                         inline=inline,
                     )
                 ),
