@@ -17,6 +17,7 @@ from skippy.models import (
 )
 from skippy.topology import LayerRange
 
+from .ending import ending_in_order
 from .progress import SliceProgress
 
 MODEL = click.argument("model", type=click.Path(path_type=Path))
@@ -74,7 +75,7 @@ def _layers(info: SliceInfo) -> str:
 def slice_(model: Path, layers: str, out: Path | None) -> None:
     """Cut layers out of a GGUF file and print the path of the slice."""
     wanted = LayerRange.parse(layers)
-    with SliceProgress(f"layers {wanted}") as progress:
+    with ending_in_order(), SliceProgress(f"layers {wanted}") as progress:
         if out is None:
             info = ensure_slice(model, wanted.start, wanted.end, progress=progress)
         else:

@@ -16,6 +16,7 @@ from skippy.config import OpenAIOptions
 
 from . import flags
 from .demo import DemoOptions, prepare
+from .ending import ending_in_order
 from .launch import Chain, run_chain
 from .progress import SliceProgress
 from .serve import Terminal, refuse_environment
@@ -93,7 +94,8 @@ def run_stage(
 def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
     """Run a whole chain on this machine."""
     level = telemetry_level or ("summary" if verbose else "off")
-    chain = prepare(DemoOptions(telemetry_level=level, **values))
+    with ending_in_order():
+        chain = prepare(DemoOptions(telemetry_level=level, **values))
     with SliceProgress(f"{len(chain.children)} stages") as progress:
 
         def loading() -> None:
