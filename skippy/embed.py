@@ -24,6 +24,7 @@ import trio
 
 from skippy.config import (
     ConfigError,
+    Endpoint,
     OpenAIOptions,
     StageConfig,
     StageOptions,
@@ -219,8 +220,7 @@ class OpenAIEndpoint:
     @property
     def url(self) -> str:
         """Base URL for OpenAI clients, ending in ``/v1``."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
+        return f"http://{Endpoint(self.host, self.port)}/v1"
 
     @property
     def ready(self) -> bool:

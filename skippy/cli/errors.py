@@ -6,14 +6,14 @@ Exit code 2: the command line or a configuration file is wrong. Exit code 1: som
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import click
 
 from skippy.config import ConfigError
 from skippy.engine import EngineError
 from skippy.models import ModelError
-from skippy.stage.errors import StageError
+from skippy.stage import StageError
+from skippy.stage.nurseries import leaves
 from skippy.topology import PlanError
 
 USAGE = 2
@@ -38,7 +38,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     Of an exception group, the first that can be explained counts, if all others can be too.
     """
     if isinstance(error, BaseExceptionGroup):
-        explained = [explain(inner) for inner in _leaves(error)]
+        explained = [explain(inner) for inner in leaves(error)]
         return explained[0] if all(explained) else None
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
@@ -52,14 +52,6 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}", FAILURE
     return None
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for inner in group.exceptions:
-        if isinstance(inner, BaseExceptionGroup):
-            yield from _leaves(inner)
-        else:
-            yield inner
 
 
 def report(text: str) -> None:

@@ -52,16 +52,21 @@ class Endpoint:
         return cls(host, port)
 
     @property
+    def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        """The host as an IP address, without a zone; None for a name."""
+        try:
+            return ipaddress.ip_address(self.host.partition("%")[0])
+        except ValueError:
+            return None
+
+    @property
     def is_ipv6(self) -> bool:
         return _is_ipv6(self.host)
 
     @property
     def is_unspecified(self) -> bool:
         """Whether the host is the "any" address (``0.0.0.0`` or ``::``): good to bind, not to connect to."""
-        try:
-            return ipaddress.ip_address(self.host.partition("%")[0]).is_unspecified
-        except ValueError:
-            return False
+        return self.ip is not None and self.ip.is_unspecified
 
     @property
     def url(self) -> str:

@@ -111,5 +111,6 @@ class Generator(Protocol):
         Entering waits for a free lane. Leaving early (stop string, disconnect, cancellation) never waits
         for the chain: the lane is cleaned up in the background.
 
-        Raises (on entering or from iteration): ContextLengthExceeded, InvalidSampling, ChainUnavailable.
+        Raises (on entering or from iteration): ContextLengthExceeded, InvalidSampling, TooManyRequests,
+        ChainUnavailable, or another GenerationError.
         """

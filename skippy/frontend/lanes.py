@@ -9,6 +9,7 @@ import trio
 
 from skippy.protocol import Message, MessageKind, default_state
 from skippy.stage import Lane, LaneLost, PendingReply, Stage, StageError
+from skippy.stage.nurseries import leaves
 from skippy.telemetry import names
 
 from .generation import ChainUnavailable, TooManyRequests
@@ -145,7 +146,7 @@ class LanePool:
             try:
                 await self._one_lane()
             except* StageError as group:
-                self._last_error = str(group.exceptions[0])
+                self._last_error = str(next(leaves(group)))
                 log.error("no lane to the next stage", reason=self._last_error)
                 self._stage.context.telemetry.emit(
                     names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACE_FAILED, error=self._last_error

@@ -10,6 +10,7 @@ import attrs
 import trio
 
 from skippy.engine import Vocabulary
+from skippy.stage.nurseries import leaves
 
 from .errors import ApiError, from_generation_error, internal_error
 from .generation import FinishReason, GenerationError, GenerationRequest, Generator
@@ -158,8 +159,4 @@ class GenerationTask:
 
 def _generation_error(error: BaseException) -> GenerationError | None:
     """The generation's own error, also out of the groups that nurseries wrap errors in."""
-    if isinstance(error, GenerationError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(_generation_error, error.exceptions)), None)
-    return None
+    return next((leaf for leaf in leaves(error) if isinstance(leaf, GenerationError)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 from collections.abc import Callable
 
@@ -62,8 +61,8 @@ class StageContext:
     @property
     def source_host(self) -> str | None:
         """The address that outgoing connections come from: the one in ``bind_addr``, unless unspecified."""
-        bind = Endpoint.parse(self.config.bind_addr, allow_any_port=True)
-        return bind.host if is_ip_address(bind.host) and not bind.is_unspecified else None
+        bind = self.config.bind_endpoint
+        return None if bind.ip is None or bind.is_unspecified else bind.host
 
     @property
     def token(self) -> bytes | None:
@@ -77,14 +76,6 @@ class StageContext:
         return limit if limit is not None else max(0, self.options.max_inflight - 1)
 
 
-def is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
 def find_neighbours(
     config: StageConfig, topology: StageTopology | None, info: EngineInfo
 ) -> tuple[Endpoint | None, Endpoint | None]:
@@ -95,8 +86,8 @@ def find_neighbours(
     Raises:
         StageStartError: a neighbour that the layer range calls for is not named anywhere.
     """
-    peers = {} if topology is None else {s.stage_index: s.endpoint for s in topology.stages}
-    downstream = config.downstream.endpoint if config.downstream else peers.get(config.stage_index + 1)
+    peers = {} if topology is None else {s.stage_index: s.address for s in topology.stages}
+    downstream = config.downstream.address if config.downstream else peers.get(config.stage_index + 1)
     if info.is_last and downstream is not None:
         raise StageStartError(
             f"{config.stage_id}: layers end at {config.layer_end}, the model's last, so there can be no "
@@ -112,13 +103,10 @@ def find_neighbours(
         upstream = config.upstream
         stage_zero = peers.get(0)
         if stage_zero is None and upstream is not None and upstream.stage_index == 0:
-            stage_zero = upstream.endpoint
+            stage_zero = upstream.address
         if stage_zero is None:
             raise StageStartError(
                 f"{config.stage_id}: the last stage returns predictions straight to stage 0, but does not "
                 "know its endpoint; give a topology, or an `upstream` with stage_index 0"
             )
-    return (
-        Endpoint.parse(downstream) if downstream else None,
-        Endpoint.parse(stage_zero) if stage_zero else None,
-    )
+    return downstream, stage_zero

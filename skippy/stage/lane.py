@@ -310,7 +310,7 @@ class Lane:
     async def _request(
         self, downstream: Downstream, message: Message, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a message on whose acknowledgement becomes ours, its statistics merged."""
+        """Send a message on whose acknowledgement, with its statistics, becomes ours."""
         place = PendingReply()
 
         def on_ack(reply: Reply) -> None:

@@ -1,9 +1,9 @@
-"""A nursery that does not show: for context managers whose users never asked for one."""
+"""A nursery that does not show, for context managers whose users never asked for one; groups taken apart."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import trio
 
@@ -19,8 +19,8 @@ async def open_hidden_nursery() -> AsyncIterator[trio.Nursery]:
         async with trio.open_nursery() as nursery:
             yield nursery
     except BaseExceptionGroup as group:
-        only = _only_leaf(group)
-        if only is None:
+        only, *others = leaves(group)
+        if others:
             raise
         cause, context, suppress = only.__cause__, only.__context__, only.__suppress_context__
         try:
@@ -31,10 +31,10 @@ async def open_hidden_nursery() -> AsyncIterator[trio.Nursery]:
             del only, cause, context
 
 
-def _only_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    exc: BaseException = group
-    while isinstance(exc, BaseExceptionGroup):
-        if len(exc.exceptions) != 1:
-            return None
-        exc = exc.exceptions[0]
-    return exc
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions inside a group, however deep, in order; one that is no group is its own leaf."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error

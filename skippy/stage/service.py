@@ -115,7 +115,7 @@ async def _listen(config: StageConfig, transport: Transport, sock: socket.socket
         if not isinstance(transport, TcpTransport):
             raise ValueError("listen_socket needs the TCP transport")
         return transport.adopt(sock)
-    return await transport.listen(Endpoint.parse(config.bind_addr, where="bind_addr", allow_any_port=True))
+    return await transport.listen(config.bind_endpoint)
 
 
 def _make_context(

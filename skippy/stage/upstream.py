@@ -21,6 +21,7 @@ from .errors import LaneLost, StageError
 from .framing import allocate, receive_message
 from .lane import Lane
 from .links import Link, LinkClosed
+from .nurseries import leaves
 from .queues import PendingReply
 
 MAX_QUEUED_REPLIES = 64
@@ -34,11 +35,11 @@ async def serve_connection(context: StageContext, link: Link) -> None:
     try:
         await _serve(context, link)
     except* (LinkClosed, ProtocolError, StageError) as group:
-        reason = "; ".join(_leaf_texts(group))
+        reason = _texts(group)
     except* Exception as group:
         # A fault of ours: it must not take the other connections with it, and must not stay unseen.
         context.telemetry.emit(
-            names.STAGE_CONNECTION_WORKER_PANIC, failure_contained=True, error="; ".join(_leaf_texts(group))
+            names.STAGE_CONNECTION_WORKER_PANIC, failure_contained=True, error=_texts(group)
         )
         log.error("connection failed by a fault of this program", peer=link.peer, exc_info=group)
     finally:
@@ -168,8 +169,5 @@ async def _write_replies(context: StageContext, link: Link, replies: _ReplyChann
             await link.send([encode_reply(reply)])
 
 
-def _leaf_texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
-    texts: list[str] = []
-    for exc in group.exceptions:
-        texts.extend(_leaf_texts(exc) if isinstance(exc, BaseExceptionGroup) else [f"{exc}"])
-    return list(dict.fromkeys(texts))
+def _texts(group: BaseException) -> str:
+    return "; ".join(dict.fromkeys(map(str, leaves(group))))
