@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import attrs
@@ -13,6 +14,7 @@ import trio.testing
 
 from skippy.config import Endpoint
 from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport, Transport
+from skippy.stage.links.tcp import TcpLink
 
 BACKENDS = {"memory": MemoryTransport, "tcp": TcpTransport}
 
@@ -147,6 +149,16 @@ async def test_closing_a_listener_wakes_accept(transport: Transport) -> None:
             nursery.start_soon(accept)
             await trio.testing.wait_all_tasks_blocked()
             listener.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system has no such option")
+async def test_tcp_asks_for_signs_of_life_from_an_idle_peer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sock = trio.socket.from_stdlib_socket(socket.create_connection(server.getsockname()))
+        link = TcpLink(sock, "peer")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+        link.close()
 
 
 async def test_tcp_connects_from_the_pinned_address() -> None:

@@ -16,6 +16,12 @@ from skippy.protocol import Buffer
 from .base import Link, LinkClosed, Listener, Transport
 
 _BACKLOG = 128
+# An idle link whose peer's machine is gone without a word fails after 15 + 3 * 5 seconds.
+_KEEPALIVE = [
+    (getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+]
 # Errors of accept() that concern one peer or a passing shortage, not the listener.
 _ACCEPT_TRANSIENT = {errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN, errno.EHOSTUNREACH}
 _ACCEPT_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -28,6 +34,9 @@ class TcpLink(Link):
         self._socket = sock
         self._peer = peer
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @property
     def peer(self) -> str:
