@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -22,6 +21,8 @@ logger = logging.getLogger(__name__)
 START_SECS: Final = 30.0
 # Wall time is a multiple of processor time, so that a busy machine is not mistaken for an endless loop.
 WALL_FACTOR: Final = 5.0
+MAX_WAITING: Final = 64
+"""Jobs that may wait for the worker; a job whose client has left counts until its turn."""
 _HEADER_BYTES: Final = 4
 # How a worker ends that has used up its processor time.
 _OUT_OF_TIME: Final = -signal.SIGPROF if hasattr(signal, "SIGPROF") else None
@@ -113,7 +114,7 @@ class TemplateRenderer:
         self._cpu_secs = cpu_secs
         self._memory_bytes = memory_bytes
         self._max_output_bytes = max_output_bytes
-        self._send, self._receive = trio.open_memory_channel[_Job](math.inf)
+        self._send, self._receive = trio.open_memory_channel[_Job](MAX_WAITING)
         self._worker: _Worker | None = None
 
     @property
@@ -127,10 +128,15 @@ class TemplateRenderer:
         A cancelled call does not disturb the worker: its answer is read and dropped.
 
         Raises:
-            ApiError: 400 with the template's own message, or that it needed too much time, memory or output.
+            ApiError: 400 with the template's own message, or that it needed too much time, memory or output;
+                429 while MAX_WAITING jobs wait.
         """
         job = _Job(json.dumps({"template": template, "context": context}).encode("ascii"))
-        self._send.send_nowait(job)
+        try:
+            self._send.send_nowait(job)
+        except trio.WouldBlock:
+            text = f"{MAX_WAITING} conversations wait to be rendered; try again when some have been"
+            raise ApiError(text, status=429) from None
         try:
             await job.done.wait()
         finally:

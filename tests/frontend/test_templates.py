@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from skippy.frontend.errors import ApiError
-from skippy.frontend.templates import TemplateRenderer
+from skippy.frontend.templates import MAX_WAITING, TemplateRenderer
 
 MIB = 1024 * 1024
 
@@ -105,6 +105,18 @@ async def test_bombs_are_stopped_and_the_next_request_works(template: str) -> No
         assert not is_alive(first)
         assert await renderer.render("next", {}) == "next"
         assert renderer.worker_pid not in (first, None)
+
+
+async def test_jobs_that_wait_are_bounded() -> None:
+    renderer = TemplateRenderer(cpu_secs=5, memory_bytes=512 * MIB, max_output_bytes=MIB)
+    async with trio.open_nursery() as nursery:  # without a worker nothing is ever taken
+        for _ in range(MAX_WAITING):
+            nursery.start_soon(renderer.render, "x", {})
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(ApiError, match="try again") as caught:
+            await renderer.render("x", {})
+        assert caught.value.status == 429
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_worker_that_does_not_answer_is_killed() -> None:
