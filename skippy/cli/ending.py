@@ -14,8 +14,8 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 def ending_in_order() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit(128 + number) in the block, so that it cleans up as after Ctrl-C.
 
-    Their default action would leave half-written files behind. A signal that is ignored stays so, and one that
-    somebody handles stays theirs. Main thread only.
+    Their default action would leave half-written files behind. A signal that is ignored stays so, and one
+    that somebody handles stays theirs. Main thread only.
     """
 
     def end(number: int, _: FrameType | None) -> None:

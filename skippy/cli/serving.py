@@ -94,25 +94,34 @@ def serve_one(
 
 
 async def run_until_signal(main: Callable[[], Awaitable[None]], grace_seconds: float | None) -> None:
-    """Run ``main``; a stop signal cancels it.
+    """Run ``main``; a stop signal cancels it, and further ones change nothing.
 
     If the process is still there ``grace_seconds`` after the signal, it exits without clean-up (None: never).
     """
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_on_signal, signals, nursery.cancel_scope, grace_seconds)
-            await main()
-            nursery.cancel_scope.cancel()
+            # Read to the end: a signal that nobody reads gets its default action when the receiver closes.
+            reading = trio.CancelScope(shield=True)
+            stopping = trio.CancelScope()
+            nursery.start_soon(_cancel_on_signal, signals, reading, stopping, grace_seconds)
+            try:
+                with stopping:
+                    await main()
+            finally:
+                reading.cancel()
 
 
 async def _cancel_on_signal(
-    signals: AsyncIterator[int], scope: trio.CancelScope, grace_seconds: float | None
+    signals: AsyncIterator[int],
+    reading: trio.CancelScope,
+    stopping: trio.CancelScope,
+    grace_seconds: float | None,
 ) -> None:
-    async for _ in signals:
-        scope.cancel()
-        if grace_seconds is not None:
-            exit_after(grace_seconds)
-        return
+    with reading:
+        async for _ in signals:
+            if grace_seconds is not None and not stopping.cancel_called:
+                exit_after(grace_seconds)
+            stopping.cancel()
 
 
 def exit_after(seconds: float) -> None:
