@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,21 +23,31 @@ Message = dict[str, str]
 _HELP = "/reset forgets the conversation, /exit ends; Ctrl-C stops an answer."
 
 
+def _check_finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):  # what FloatRange lets through, JSON does not
+        raise click.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 @click.command("chat")
 @click.option("--url", default="http://127.0.0.1:9337/v1", show_default=True, help="The endpoint.")
 @click.option("--model", help="The model; default: the first the endpoint lists.")
 @click.option("--system", help="A system message to start with.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Limit of one answer, in tokens.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="Sampling temperature.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), callback=_check_finite, help="Sampling temperature."
+)
 def chat(
     url: str, model: str | None, system: str | None, max_tokens: int | None, temperature: float | None
 ) -> None:
     """Chat with a running endpoint."""
+    _open_terminal()
     with httpx.Client(timeout=httpx.Timeout(10, read=None), trust_env=False) as client:
         endpoint = ChatEndpoint(client, url)
-        name = model or endpoint.first_model()
+        name = valid_text(model) if model else endpoint.first_model()
         settings = {"max_tokens": max_tokens, "temperature": temperature}
-        session = ChatSession(endpoint, name, system, {k: v for k, v in settings.items() if v is not None})
+        start = valid_text(system) if system else None
+        session = ChatSession(endpoint, name, start, {k: v for k, v in settings.items() if v is not None})
         click.echo(f"{name}. {_HELP}")
         while session.turn():
             pass
@@ -85,7 +98,7 @@ def _pieces(data: str) -> Iterator[str]:
             raise CliError(str(event["error"].get("message", event["error"])))
         for choice in event["choices"]:
             if text := choice["delta"].get("content"):
-                yield text
+                yield valid_text(text)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise CliError(f"the endpoint sent an event that is no chat chunk: {data[:200]}") from None
 
@@ -96,6 +109,28 @@ def error_text(status: int, body: bytes) -> str:
         return f"{json.loads(body)['error']['message']} (HTTP {status})"
     except (ValueError, LookupError, TypeError):
         return f"HTTP {status}: {body[:200].decode(errors='replace').strip() or 'empty answer'}"
+
+
+def _open_terminal() -> None:
+    """Make input and output take any text: what cannot be read or shown is replaced, not an error.
+
+    Raises:
+        CliError: standard input or output is closed.
+    """
+    for name, stream, errors in (("input", sys.stdin, "surrogateescape"), ("output", sys.stdout, "replace")):
+        if stream is None:
+            raise CliError(f"standard {name} is closed; a chat needs it")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def valid_text(text: str) -> str:
+    """Text that JSON can carry: bytes that Python smuggled in as lone surrogates (PEP 383) read as UTF-8."""
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # surrogates of another origin
+        data = text.encode("utf-8", "replace")
+    return data.decode("utf-8", "replace")
 
 
 def printable(text: str) -> str:
@@ -118,7 +153,7 @@ class ChatSession:
     def turn(self) -> bool:
         """Ask for a line and answer it; False when the user ends the chat (/exit, or end of input)."""
         try:
-            line = input("> ").strip()
+            line = valid_text(input("> ")).strip()
         except (EOFError, KeyboardInterrupt):
             click.echo()
             return False

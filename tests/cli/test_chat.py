@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from skippy.cli.chat import ChatEndpoint, ChatSession, error_text, printable
+from skippy.cli.chat import ChatEndpoint, ChatSession, error_text, printable, valid_text
 from skippy.cli.errors import CliError
+from skippy.cli.main import main
 
 from .support import run_cli
 
@@ -138,6 +140,68 @@ def test_error_texts() -> None:
 
 def test_a_model_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2Jb\nc\td\x9b\x7f\x00é") == "a[2Jb\nc\tdé"
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("é🙂\n", "é🙂\n"),
+        ("a\udcc3\udca9b", "aéb"),  # UTF-8 read as ASCII
+        ("a\udcffb", "a\ufffdb"),
+        ("a\ud800\udcffb", "a??b"),
+    ],
+)
+def test_text_from_anywhere_becomes_valid(text: str, valid: str) -> None:
+    assert valid_text(text) == valid
+
+
+def test_text_that_is_no_unicode_goes_through_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script(events("odd \ud83d"), events("fine"))
+    session = ChatSession(endpoint(script), "m", None, {})
+    type_lines(monkeypatch, "caf\udcc3\udca9", "again \udcff")
+    talk(session)
+    assert [message["content"] for message in script.bodies[1]["messages"]] == [
+        "café",
+        "odd ?",
+        "again \ufffd",
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_streams_that_cannot_take_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    shown = io.TextIOWrapper(out, encoding="latin-1")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\xc3\xa9\n"), encoding="ascii"))
+    monkeypatch.setattr("sys.stdout", shown)
+    script = Script(events("é🙂"))
+    client = httpx.Client(transport=httpx.MockTransport(script))
+    monkeypatch.setattr(httpx, "Client", lambda **_: client)
+    with pytest.raises(SystemExit) as exited:
+        main(["chat"])
+    shown.flush()
+    assert exited.value.code == 0
+    assert script.bodies[0]["messages"][0]["content"] == "a\ufffdé"
+    assert b"\xe9?\n" in out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout"])
+def test_a_closed_stream(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(f"sys.{name}", None)
+        outcome = run_cli(capsys, "chat")
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert "is closed" in outcome.err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_temperature_that_is_no_number(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, "chat", "--temperature", value)
+    assert outcome.code == 2
+    assert "is not a finite number" in outcome.err
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
