@@ -10,16 +10,22 @@ import httpx
 import psutil
 import pytest
 
-from .support import PATIENCE, STAGE, Command, start
+from tests.support.processes import Process, children_of, running
+
+from .support import STAGE
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 RUN = ["run", "--bind", "127.0.0.1:0", "--ctx-size", "256", "--lane-count", "1", "--threads", "1"]
 
 
+PATIENCE = 60
+
+
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("slices")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of processes that share a cache of their own."""
+    return {"SKIPPY_CACHE": str(tmp_path_factory.mktemp("slices"))}
 
 
 def greet(url: str) -> str:
@@ -35,12 +41,12 @@ def greet(url: str) -> str:
     return content
 
 
-def url_of(command: Command) -> str:
+def url_of(command: Process) -> str:
     return command.wait_for(r"OpenAI endpoint: (\S+)")[1]
 
 
-def test_a_chain_from_start_to_end(bundled_model: Path, cache: Path) -> None:
-    with start([*RUN, "--model", bundled_model], cache) as chain:
+def test_a_chain_from_start_to_end(bundled_model: Path, cache: dict[str, str]) -> None:
+    with running([*RUN, "--model", bundled_model], cache) as chain:
         chain.wait_for("Ctrl-C stops everything")
         assert greet(url_of(chain))
         text = "\n".join(chain.lines)
@@ -48,34 +54,32 @@ def test_a_chain_from_start_to_end(bundled_model: Path, cache: Path) -> None:
         assert "stage-1  layers 10:20" in text
         assert "stage-2  layers 20:30" in text
         assert f"curl {url_of(chain)}/chat/completions" in text
-        family = chain.descendants()
+        family = [psutil.Process(pid) for pid in children_of(chain.popen.pid)]
         assert len(family) >= 3
         # The link token is in no environment.
         assert not any(
             "TOKEN" in name for one in family for name in one.environ() if name.startswith("SKIPPY")
         )
-        chain.process.send_signal(signal.SIGTERM)
-        assert chain.wait() == 0
-        assert chain.err == ""
+        assert chain.stop(signal.SIGTERM) == 0
+        assert chain.errors == []
         assert psutil.wait_procs(family, PATIENCE)[1] == []
 
 
-def test_one_stage_from_a_file(tmp_path: Path, bundled_model: Path, cache: Path) -> None:
+def test_one_stage_from_a_file(tmp_path: Path, bundled_model: Path, cache: dict[str, str]) -> None:
     path = tmp_path / "stage.json"
     path.write_text(json.dumps(STAGE | {"model_path": str(bundled_model), "ctx_size": 256, "lane_count": 1}))
-    with start(["run", "--config", path, "--openai-bind-addr", "127.0.0.1:0"], cache) as command:
-        command.wait_for("^ready$|\nready")
+    with running(["run", "--config", path, "--openai-bind-addr", "127.0.0.1:0"], cache) as command:
+        command.wait_for("^ready$")
         assert greet(url_of(command))
-        command.process.send_signal(signal.SIGTERM)
-        assert command.wait() == 0
+        assert command.stop(signal.SIGTERM) == 0
 
 
 def test_a_model_with_fewer_layers_than_the_file_says(
-    tmp_path: Path, bundled_model: Path, cache: Path
+    tmp_path: Path, bundled_model: Path, cache: dict[str, str]
 ) -> None:
     path = tmp_path / "stage.json"
     path.write_text(json.dumps(STAGE | {"model_path": str(bundled_model), "layer_end": 31}))
-    with start(["serve-binary", "--config", path], cache) as command:
-        assert command.wait() == 1
-    assert command.err.startswith("error: ")
-    assert "30 layers" in command.err
+    with running(["serve-binary", "--config", path], cache) as command:
+        assert command.wait(PATIENCE) == 1
+    assert command.errors[0].startswith("error: ")
+    assert "30 layers" in command.errors[0]

@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from skippy.models import ensure_slice
+from tests.support.processes import Process, children_of, running
 
-from .support import Process, children_of, running, serve
+from .support import serve
 
 READY = r"OpenAI endpoint: (\S+)"
 
