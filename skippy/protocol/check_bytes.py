@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
@@ -35,10 +35,6 @@ def next_frame(decoder: FrameDecoder) -> Message | Reply | None:
 
 def encoded(frame: Message | Reply) -> bytes:
     return b"".join(encode_message(frame)) if isinstance(frame, Message) else encode_reply(frame)
-
-
-def canonical(frame: Message | Reply) -> Any:
-    return canonical_message(frame) if isinstance(frame, Message) else frame
 
 
 def _pieces(data: bytes, size: int) -> Iterator[bytes]:

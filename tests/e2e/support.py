@@ -21,10 +21,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(model: Path, stages: int, *arguments: str) -> Iterator[Served]:
+def serve(model: Path, stages: int | None, *arguments: str) -> Iterator[Served]:
     """`skippy run` on a port of the system's choice, one thread per stage, ended with the block."""
-    command = ["run", "--model", str(model), "--stages", str(stages), "--bind", "127.0.0.1:0"]
-    with running([*command, "--threads", "1", *arguments]) as process:
+    command = ["run", "--model", str(model), "--bind", "127.0.0.1:0", "--threads", "1", *arguments]
+    if stages is not None:
+        command += ["--stages", str(stages)]
+    with running(command) as process:
         url = process.wait_for(r"OpenAI endpoint: (\S+)")[1]
         name = process.wait_for(r"serves (\S+) in")[1]
         yield Served(process, url, name)

@@ -57,33 +57,8 @@ def test_greedy_text_is_the_same_for_one_two_and_three_stages(bundled_model: Pat
 
 
 def test_uneven_cuts_change_nothing(bundled_model: Path, chain: Served) -> None:
-    with serve_splits(bundled_model, "1,29") as served:
+    with serve(bundled_model, None, "--splits", "1,29") as served:
         assert chat(served).choices[0].message == chat(chain).choices[0].message
-
-
-def serve_splits(model: Path, splits: str) -> Any:
-    import contextlib
-
-    from .support import running
-
-    @contextlib.contextmanager
-    def block() -> Any:
-        command = [
-            "run",
-            "--model",
-            str(model),
-            "--splits",
-            splits,
-            "--bind",
-            "127.0.0.1:0",
-            "--threads",
-            "1",
-        ]
-        with running(command) as process:
-            url = process.wait_for(r"OpenAI endpoint: (\S+)")[1]
-            yield Served(process, url, process.wait_for(r"serves (\S+) in")[1])
-
-    return block()
 
 
 def test_usage_counts_what_the_tokenizer_counts(chain: Served, vocabulary: Vocabulary) -> None:
