@@ -81,7 +81,7 @@ class LanePool:
         self._queue_limit = queue_limit
         self._idle: deque[PooledLane] = deque()
         self._connected = 0
-        self._waiting = 0
+        self._waiting: deque[object] = deque()
         self._changed = trio.lowlevel.ParkingLot()
         self._last_error: str | None = None
 
@@ -112,14 +112,15 @@ class LanePool:
             TooManyRequests: the queue is full.
             ChainUnavailable: no lane is connected, nor becomes so within RECONNECT_WAIT_SECS.
         """
-        if self._waiting >= self._queue_limit:
+        waiting = len(self._waiting)
+        if waiting >= self._queue_limit:
             raise TooManyRequests(
-                f"{self._size} generations run and {self._waiting} wait; try again when some have finished"
+                f"{self._size} generations run and {waiting} wait; try again when some have finished"
             )
-        self._waiting += 1
+        self._waiting.append(ticket := object())
         try:
             await trio.lowlevel.checkpoint()
-            while not self._drop_dead():
+            while not (self._waiting[0] is ticket and self._drop_dead()):
                 if self._connected:
                     await self._changed.park()
                     continue
@@ -133,7 +134,8 @@ class LanePool:
             pooled.lane.machine.lease()
             return pooled
         finally:
-            self._waiting -= 1
+            self._waiting.remove(ticket)
+            self._changed.unpark_all()  # whoever is first now
 
     def _drop_dead(self) -> bool:
         """Whether an idle, living lane is there; one that has just ended may still be in the list."""

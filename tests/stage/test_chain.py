@@ -170,6 +170,41 @@ async def test_a_full_queue_refuses_with_429() -> None:
                 nursery.cancel_scope.cancel()
 
 
+async def test_lanes_are_given_in_order_of_arrival() -> None:
+    order: list[int] = []
+    with trio.fail_after(20):
+        async with toy_cluster(1, lane_count=1) as cluster:
+            pool = LanePool(cluster.first, 1, queue_limit=20)
+            async with trio.open_nursery() as nursery, trio.open_nursery() as clients:
+                nursery.start_soon(pool.serve)
+                await pool.wait_ready()
+                leased = await pool.lease()
+
+                async def client(number: int) -> None:
+                    lane = await pool.lease()
+                    order.append(number)
+                    lane.give_back()
+
+                for number in range(10):
+                    clients.start_soon(client, number)
+                    await trio.testing.wait_all_tasks_blocked()
+                leaving = trio.CancelScope()
+
+                async def leave() -> None:
+                    with leaving:
+                        await client(99)
+
+                clients.start_soon(leave)
+                await trio.testing.wait_all_tasks_blocked()
+                clients.start_soon(client, 10)
+                leaving.cancel()
+                leased.give_back()
+                while len(order) < 11:
+                    await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+    assert order == list(range(11))
+
+
 async def wait_for_sequences(cluster: Cluster) -> None:
     """Wait until every stage has all its sequences back."""
     total = [stage.config.lane_count for stage in cluster.stages]
