@@ -19,6 +19,7 @@ from .kinds import (
     MAX_STAGE_STATE_IMPORT_BYTES,
     STAGE_STATE_VERSION,
     STAGE_WIRE_FIXED_HEADER_BYTES,
+    TRANSPORT_AUTH_MAGIC,
     MessageKind,
     StateFlag,
 )
@@ -168,6 +169,8 @@ class MessageDecoder(Decoder[Message]):
 def _known_kind(word: int) -> MessageKind:
     kind = _KINDS.get(word)
     if kind is None:
+        if word == TRANSPORT_AUTH_MAGIC:
+            raise RemoteProtocolError("the peer shows a link token, but this side asks for none")
         raise RemoteProtocolError(f"unknown message kind {word}")
     return kind
 

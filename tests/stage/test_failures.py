@@ -17,8 +17,11 @@ from skippy.frontend.generation import ChainUnavailable, GenerationError, Genera
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import (
     READY_WORD,
+    DialerHandshake,
     Message,
+    MessageDecoder,
     MessageKind,
+    RemoteProtocolError,
     Reply,
     ReplyDecoder,
     ReplyKind,
@@ -158,6 +161,13 @@ async def test_stage_zero_does_not_keep_connections_that_say_nothing(
             with trio.move_on_after(HANDSHAKE_SECS + 1) as scope:
                 assert await read_to_end(link) == b""
             assert scope.cancelled_caught is kept
+
+
+def test_a_token_that_nobody_asks_for_is_called_by_its_name() -> None:
+    decoder = MessageDecoder(0)
+    decoder.receive_data(DialerHandshake(b"s3cret").data_to_send())
+    with pytest.raises(RemoteProtocolError, match="the peer shows a link token, but this side asks for none"):
+        decoder.next_message()
 
 
 def bare(kind: MessageKind, **fields: Any) -> bytes:

@@ -175,3 +175,19 @@ async def test_tcp_connects_from_the_pinned_address() -> None:
 async def test_tcp_refuses_a_pinned_address_of_another_family() -> None:
     with trio.fail_after(10), pytest.raises(OSError, match="no IPv6 address"):
         await TcpTransport().connect(Endpoint("127.0.0.1", 9), source_host="::1")
+
+
+@pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid"])
+async def test_a_host_that_is_none_is_an_error_of_its_endpoint(host: str) -> None:
+    for attempt in (TcpTransport().connect, TcpTransport().listen):
+        with trio.fail_after(10), pytest.raises(OSError, match=host) as caught:
+            await attempt(Endpoint(host, 9))
+        assert "Unknown error" not in str(caught.value)
+
+
+async def test_a_refused_connection_says_no_more_than_that() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError) as caught:
+        await TcpTransport().connect(Endpoint("127.0.0.1", port))
+    assert caught.value.strerror == "Connection refused"

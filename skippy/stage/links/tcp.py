@@ -114,9 +114,9 @@ class TcpTransport(Transport):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             await sock.bind((endpoint.host, endpoint.port))
             sock.listen(_BACKLOG)
-        except OSError as exc:
+        except (OSError, UnicodeError) as exc:
             sock.close()
-            raise OSError(exc.errno, f"cannot listen on {endpoint}: {_reason(exc)}") from exc
+            raise OSError(_number(exc), f"cannot listen on {endpoint}: {_reason(exc)}") from exc
         return TcpListener(sock)
 
     def adopt(self, sock: socket.socket) -> Listener:
@@ -132,6 +132,9 @@ class TcpTransport(Transport):
                 await sock.bind((source_host, 0))
             await sock.connect(address)
             return TcpLink(sock, str(endpoint))
+        except OSError as exc:
+            sock.close()
+            raise OSError(_number(exc), _reason(exc)) from exc  # trio's text names the address once more
         except BaseException:
             sock.close()
             raise
@@ -153,7 +156,10 @@ async def _resolve(
     endpoint: Endpoint, source_host: str | None
 ) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:
     """One address for the endpoint: of the source's family where pinned, else IPv4 first, else any."""
-    infos = await trio.socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    try:
+        infos = await trio.socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as exc:
+        raise OSError(_number(exc), f"{endpoint.host}: {_reason(exc)}") from exc
     wanted = socket.AF_INET
     if source_host is not None:
         version = ipaddress.ip_address(source_host).version
@@ -173,7 +179,15 @@ def _address_text(address: object) -> str:
     return str(address)
 
 
+def _number(exc: OSError | UnicodeError) -> int:
+    return exc.errno if isinstance(exc, OSError) and exc.errno is not None else errno.EINVAL
+
+
 def _reason(exc: BaseException) -> str:
+    if isinstance(exc, UnicodeError):
+        return "not a host name"  # what the encoder of names says is no help
+    if isinstance(exc, socket.gaierror):
+        return str(exc.strerror)  # its numbers are not those of errno
     if isinstance(exc, OSError) and exc.errno is not None:
         return os.strerror(exc.errno)
     return str(exc) or type(exc).__name__
