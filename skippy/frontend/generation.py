@@ -92,7 +92,8 @@ class Generator(Protocol):
     """What serves generations: one lane each, as many at once as there are lanes, others wait."""
 
     @property
-    def model_id(self) -> str: ...
+    def model_id(self) -> str:
+        """The name clients must ask for."""
 
     @property
     def context_length(self) -> int:

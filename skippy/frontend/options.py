@@ -26,7 +26,6 @@ class FrontendOptions:
     """Settings of the OpenAI endpoint.
 
     Attributes:
-        model_id: the name clients must ask for; None takes the generator's.
         default_max_tokens: tokens to generate when a request names no limit; None is the rest of the context.
         max_body_bytes: request bodies larger than this are answered with 413.
         body_timeout_secs: how long a client may take to send its body (408 after that).
@@ -38,7 +37,6 @@ class FrontendOptions:
         telemetry: where trace points go; None drops them.
     """
 
-    model_id: str | None = None
     default_max_tokens: int | None = attrs.field(default=None, validator=_at_least_one)
     max_body_bytes: int = attrs.field(default=4 * MIB, validator=_at_least_one)
     body_timeout_secs: float = attrs.field(default=30.0, validator=_above_zero)

@@ -48,7 +48,7 @@ class CompletionService:
         self._parse_limiter = trio.CapacityLimiter(1)
         self._running: set[GenerationTask] = set()
         self._closing = False
-        self.model_id = options.model_id or generator.model_id
+        self.model_id = generator.model_id
         self.renderer = TemplateRenderer(
             cpu_secs=options.template_cpu_secs,
             memory_bytes=options.template_memory_bytes,
