@@ -111,6 +111,27 @@ async def test_leaving_early_frees_the_lane_and_the_next_request_works(taken: in
     assert lane_numbers == 2
 
 
+async def test_leaving_costs_at_most_the_decode_step_that_is_under_way() -> None:
+    with trio.fail_after(20):
+        async with toy_cluster(3, lane_count=1) as cluster, generator_over(cluster, lanes=1) as generator:
+            third = trio.Event()
+
+            async def read() -> None:
+                async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=400)) as stream:
+                    async for _ in stream:
+                        if stream.generated == 3:
+                            third.set()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await third.wait()
+                before = cluster.engines[-1].decodes
+                nursery.cancel_scope.cancel()
+            # On the only lane, so the other request is over; one decode step, for there is no prefill.
+            await generate(generator, GenerationRequest(prompt=PROMPT[:1], max_tokens=1))
+            assert cluster.engines[-1].decodes - before <= 1 + 1
+
+
 async def test_cancelling_at_any_checkpoint_leaves_the_lane_usable() -> None:
     """Cancel a generation after 0, 1, 2 … scheduling steps, on one lane, and use the lane again."""
     expected = unsplit_tokens(PROMPT, 3)
