@@ -87,6 +87,10 @@ async def open_stage(
         ModelError, ModelLoadError: the model cannot be read, cut or loaded.
         StageStartError: a neighbour is missing, or the model part is not the configured one.
         OSError: the address cannot be bound.
+
+    Leaving the block, or cancelling it, also while the model loads, closes every connection and frees the
+    engine. A native call that cannot be interrupted and goes on for 3 s after that ends the process, with
+    exit status 70.
     """
     if topology is not None:
         check_against_topology(config, topology)
