@@ -110,6 +110,33 @@ async def test_cancelling_the_host_leaves_at_once() -> None:
         assert scope.cancelled_caught
 
 
+async def test_a_cancelled_stage_serves_until_its_block_is_left() -> None:
+    request = {"model": "toy", "prompt": "hello", "max_tokens": 6, "temperature": 0}
+    ranges, transport = ranges_of(2), embed.MemoryTransport()
+    topology = toy_topology(ranges, ENDPOINTS[:2])
+
+    def stage(index: int) -> contextlib.AbstractAsyncContextManager[embed.Stage]:
+        config = toy_config(index, ranges, ENDPOINTS[:2])
+        return embed.open_stage(config, topology, engine_factory=toy_engine, transport=transport)
+
+    with trio.fail_after(30):
+        async with stage(1):
+            with trio.CancelScope() as scope:
+                async with stage(0) as first:
+                    scope.cancel()
+                    try:
+                        await trio.sleep_forever()
+                    finally:
+                        # Its prediction returns come in through the listener of the cancelled stage.
+                        with trio.CancelScope(shield=True):
+                            async with embed.open_openai(first, any_port()) as endpoint:
+                                await endpoint.wait_ready()
+                                async with httpx.AsyncClient() as http:
+                                    answer = await http.post(endpoint.url + "/completions", json=request)
+            assert scope.cancelled_caught
+            assert answer.status_code == 200, answer.text
+
+
 async def test_cancelling_while_the_model_loads_ends_the_load(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny.gguf", layers=LAYERS)
     config = whole(model, mtp=False)

@@ -25,7 +25,9 @@ from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopolog
 
 from .errors import CliError
 
-KILL_AFTER_SECONDS = 3.0
+KILL_AFTER_SECONDS = 3.5
+FRONT_SECONDS = 2.0
+"""How long stage 0 may take to finish or refuse its requests while the stages they need still run."""
 LAST_LINES = 12
 MAX_LINE = 2000
 
@@ -125,7 +127,7 @@ async def _start(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 check=False,
-                deliver_cancel=_stop,
+                deliver_cancel=partial(_stop, chain.children[0]),
                 pass_fds=[status_write, *(listener.fileno() for listener in listeners)],
                 # Not in the terminal's foreground group: Ctrl-C is for this process, which stops them then.
                 process_group=0,
@@ -141,10 +143,14 @@ async def _start(
     nursery.start_soon(_send_setup, process, chain.setup_line(child))
 
 
-async def _stop(process: trio.Process) -> None:
-    """Ask a child to stop; kill it if it does not."""
+async def _stop(front: Child, process: trio.Process) -> None:
+    """Ask a child to stop, the front one first; kill it if it does not."""
+    deadline = trio.current_time() + KILL_AFTER_SECONDS
+    if front.process is not None and front.process is not process:
+        with trio.move_on_after(FRONT_SECONDS):
+            await front.process.wait()
     process.terminate()
-    await trio.sleep(KILL_AFTER_SECONDS)
+    await trio.sleep_until(deadline)
     process.kill()
 
 

@@ -101,11 +101,19 @@ async def open_stage(
                 layer_end=config.layer_end,
             )
             nursery = await stack.enter_async_context(open_hidden_nursery())
-            nursery.start_soon(_accept, context, listener)
+            # Connections outlive a cancelled block by what it still does: the endpoint in it ends its
+            # requests with a word about the shutdown, not about a lost stage.
+            scope = trio.CancelScope(shield=True)
+
+            async def accept() -> None:
+                with scope:
+                    await _accept(context, listener)
+
+            nursery.start_soon(accept)
             try:
                 yield stage
             finally:
-                nursery.cancel_scope.cancel()
+                scope.cancel()
     finally:
         listener.close()
 

@@ -131,6 +131,28 @@ async def test_a_child_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPa
     assert not psutil.pid_exists(process.pid)
 
 
+async def test_stage_0_stops_first(tmp_path: Path) -> None:
+    log, up = tmp_path / "log", tmp_path / "up"
+
+    def on_stop(delay: float, name: str) -> str:
+        return f"""
+def stop(*_):
+    time.sleep({delay})  # what stage 0 needs to finish its requests
+    open({str(log)!r}, "a").write({name!r})
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+"""
+
+    both_up = f"while not os.path.exists({str(up)!r}): time.sleep(0.01)\n" + READY + UNTIL_PARENT_ENDS
+    chain = make_chain(
+        on_stop(0.3, "0") + both_up, on_stop(0, "1") + f"open({str(up)!r}, 'w')\n" + UNTIL_PARENT_ENDS
+    )
+    with trio.CancelScope() as scope:
+        await run(chain, ready=scope.cancel)
+    assert all_gone(chain)
+    assert log.read_text() == "01"
+
+
 async def test_what_children_have_loaded_is_told() -> None:
     load = 'os.write(int(options["--status-fd"]), b"load 5 10\\nlo"); time.sleep(0)\n'
     rest = 'os.write(int(options["--status-fd"]), b"ad 10 10\\nready\\n")\n'
