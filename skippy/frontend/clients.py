@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # How long the end of a client's data may wait to be read, before the client counts as gone.
 EOF_SECS: Final = 1.0
+# Each may hold a request body, and takes a descriptor that links between stages may need.
+MAX_CLIENTS: Final = 512
 _CHUNK_BYTES: Final = 64 * 1024
 
 
@@ -136,10 +138,15 @@ class ClientConnections:
         return len(self._open)
 
     async def handle(self, stream: trio.SocketStream) -> None:
-        """Serve one client until it or the server has had enough."""
+        """Serve one client until it or the server has had enough; beyond MAX_CLIENTS, not at all."""
+        if len(self._open) >= MAX_CLIENTS:
+            logger.warning("a client was turned away: %d are connected", MAX_CLIENTS)
+            stream.socket.close()
+            return
         guarded = GuardedStream(stream, self._stall_secs)
+        if not self._open:
+            self._empty = trio.Event()
         self._open.add(guarded)
-        self._empty = trio.Event()
         state = ConnectionState({})
         try:
             with guarded.gone:

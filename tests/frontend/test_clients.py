@@ -58,6 +58,26 @@ async def test_an_idle_client_that_leaves() -> None:
         await connections.wait_empty()
 
 
+async def test_more_clients_than_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_CLIENTS", 2)
+    request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with listening(ScriptedGenerator(say("x"))) as (listener, connections):
+        served = [await trio.testing.open_stream_to_socket_listener(listener) for _ in range(2)]
+        for client in served:
+            await client.send_all(request)
+            assert b" 200 " in bytes(await client.receive_some())
+        turned_away = await trio.testing.open_stream_to_socket_listener(listener)
+        assert await turned_away.receive_some() == b""
+        for client in served:
+            await client.aclose()
+        await connections.wait_empty()
+        again = await trio.testing.open_stream_to_socket_listener(listener)
+        await again.send_all(request)
+        assert b" 200 " in bytes(await again.receive_some())
+        await again.aclose()
+        await turned_away.aclose()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_pipelining_client_that_leaves(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "EOF_SECS", 0.05)
