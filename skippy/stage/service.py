@@ -21,8 +21,9 @@ from .runtime import InlineRuntime, Runtime, open_runtime_thread
 from .scheduler import Scheduler, open_scheduler
 from .upstream import serve_connection
 
-MAX_CONNECTIONS = 256
-"""Links served at once; more wait in the system's backlog."""
+SPARE_CONNECTIONS = 256
+"""Links served at once beyond one per session, for peers that come while the lanes they replace are still
+ending, and for strangers; more wait in the system's backlog."""
 
 
 class Stage:
@@ -156,7 +157,7 @@ def _make_context(
 
 async def _accept(context: StageContext, listener: Listener) -> None:
     """Accept until the listener fails; each connection is a task of its own, bounded in number."""
-    slots = trio.Semaphore(MAX_CONNECTIONS)
+    slots = trio.Semaphore(context.config.lane_count + SPARE_CONNECTIONS)
 
     async def serve(link: Link) -> None:
         try:

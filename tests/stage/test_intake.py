@@ -90,3 +90,19 @@ async def test_a_chain_that_skips_a_stage_gives_an_error_and_no_tokens(
         with pytest.raises(ChainUnavailable):
             await generate(ChainGenerator(first, pool, "toy", 64), REQUEST)
         nursery.cancel_scope.cancel()
+
+
+async def test_lanes_at_the_limit_and_one_connection_more() -> None:
+    """A chain with all the lanes there may be has room for one more, or a lost lane could not come back."""
+    with trio.fail_after(60):
+        async with (
+            toy_cluster(2, lane_count=256) as cluster,
+            generator_over(cluster, lanes=256) as generator,
+        ):
+            while cluster.first.context.connection_numbers() < 256:
+                await trio.testing.wait_all_tasks_blocked()
+            await trio.testing.wait_all_tasks_blocked()
+            endpoint = cluster.stages[1].endpoint
+            link = await dial_stage(cluster.transport, endpoint, token=None, source_host=None, timeout_secs=5)
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 3)
+            link.close()
