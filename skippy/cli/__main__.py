@@ -1,5 +1,5 @@
 """``python -m skippy.cli``: the same as the ``skippy`` command."""
 
-from .main import main
+from .entry import main
 
 main()

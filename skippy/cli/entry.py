@@ -1,0 +1,12 @@
+"""Where the ``skippy`` command starts: imports next to nothing, so that Ctrl-C is quiet while the rest loads."""
+
+import sys
+
+
+def main() -> None:
+    """Load the command line and run it; see :func:`skippy.cli.main.main`."""
+    try:
+        from .main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
