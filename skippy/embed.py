@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import attrs
-import structlog
 import trio
 
 from skippy.config import (
@@ -41,7 +40,7 @@ from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice
 from skippy.stage import Stage, StageStartError, open_stage as _open_stage
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.stage.nurseries import open_hidden_nursery
-from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
+from skippy.telemetry import NULL_TELEMETRY, Telemetry, get_logger, names
 
 __all__ = [
     "MemoryTransport",
@@ -180,7 +179,7 @@ def check_mtp(path: Path) -> None:
             "native_mtp_enabled: using the model's multi-token-prediction layers is not available yet; "
             "leave the key out or set it to false"
         )
-    structlog.get_logger("skippy").warning(
+    get_logger("skippy").warning(
         "native_mtp_enabled has no effect: the model has no multi-token-prediction layers",
         model_path=str(path),
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import structlog
 import trio
 import trio.testing
 
@@ -191,15 +192,46 @@ async def test_a_stuck_sink_does_not_hold_up_the_exit(autojump_clock: trio.testi
     assert trio.current_time() - start == 2
 
 
-async def test_structlog_sink() -> None:
+async def test_structlog_sink(caplog: pytest.LogCaptureFixture) -> None:
     telemetry = Telemetry(Level.DEBUG, StructlogSink())
     telemetry.emit("summary", port=1)
     telemetry.emit("debug", level=Level.DEBUG)
-    with structlog.testing.capture_logs() as logs:
+    with caplog.at_level("DEBUG", logger="skippy"):
         await deliver(telemetry)
-    assert logs == [
-        {"event": "summary", "log_level": "info", "port": 1},
-        {"event": "debug", "log_level": "debug"},
+    entries = [record.msg for record in caplog.records]
+    assert [(entry["level"], entry["event"]) for entry in entries] == [
+        ("info", "summary"),
+        ("debug", "debug"),
+    ]
+    assert entries[0]["port"] == 1
+
+
+def log_in_a_process(code: str) -> str:
+    """What a process that logs writes to stderr; nothing may go to stdout."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == ""
+    return done.stderr
+
+
+LOG = "from skippy.telemetry import *\nlog = get_logger('skippy.x')\n{}log.info('a', n=1)\nlog.warning('b', n=2)\n"
+
+
+def test_a_host_that_configures_nothing_sees_warnings_only() -> None:
+    (line,) = log_in_a_process(LOG.format("")).splitlines()
+    assert "'event': 'b'" in line
+
+
+def test_a_process_of_ours_writes_json_with_fields_and_those_of_other_libraries() -> None:
+    other = (
+        "import logging\nconfigure_logging()\nlogging.getLogger('other').warning('from %s', 'elsewhere')\n"
+    )
+    entries = [json.loads(line) for line in log_in_a_process(LOG.format(other)).splitlines()]
+    assert [(entry["event"], entry["level"], entry.get("n")) for entry in entries] == [
+        ("from elsewhere", "warning", None),
+        ("a", "info", 1),
+        ("b", "warning", 2),
     ]
 
 

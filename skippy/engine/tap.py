@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import structlog
+from skippy.telemetry import get_logger
 
 from .base import EngineError, ModelLoadError
 from .options import TapChoice
@@ -35,7 +35,7 @@ _FAULTS: Final = {
     4: "the boundary node has more rows than the output buffer",
 }
 
-_log = structlog.get_logger("skippy.engine")
+_log = get_logger("skippy.engine")
 
 
 class _TapStruct(ctypes.Structure):

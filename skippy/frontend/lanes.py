@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 
-import structlog
 import trio
 
 from skippy.protocol import Message, MessageKind, default_state
 from skippy.stage import Lane, LaneLost, PendingReply, Stage, StageError
 from skippy.stage.nurseries import leaves
-from skippy.telemetry import names
+from skippy.telemetry import get_logger, names
 
 from .generation import ChainUnavailable, TooManyRequests
 
-log = structlog.get_logger("skippy.frontend")
+log = get_logger("skippy.frontend")
 
 REPLY_TIMEOUT_SECS = 300.0
 """Longest wait for one reply of the chain: far above a slow prefill, below what HTTP clients wait."""

@@ -6,18 +6,17 @@ import itertools
 from collections.abc import Callable
 
 import attrs
-import structlog
 
 from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology
 from skippy.engine import EngineInfo
-from skippy.telemetry import Telemetry
+from skippy.telemetry import Telemetry, get_logger
 
 from .errors import StageStartError
 from .links import Transport
 from .returns import ReturnHub
 from .scheduler import Scheduler
 
-log = structlog.get_logger("skippy.stage")
+log = get_logger("skippy.stage")
 
 HANDSHAKE_SECS = 20.0
 """How long a peer may take to show its link token; at stage 0, to send its first message; and stage 0, to be

@@ -10,14 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
 import outcome
-import structlog
 import trio
+
+from skippy.telemetry import get_logger
 
 from .nurseries import open_hidden_nursery
 
 T = TypeVar("T")
 
-_log = structlog.get_logger("skippy.stage")
+_log = get_logger("skippy.stage")
 
 SHUTDOWN_GRACE_SECS = 3.0
 """How long a native call may go on after shutdown began before the process ends itself."""

@@ -2,7 +2,7 @@
 
 from . import names
 from .core import NULL_TELEMETRY, STDERR_VARIABLE, Event, Level, Sink, Span, Telemetry, TelemetryStats
-from .logs import configure_logging
+from .logs import configure_logging, get_logger
 from .sinks import JsonLinesSink, MemorySink, StructlogSink
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "Telemetry",
     "TelemetryStats",
     "configure_logging",
+    "get_logger",
     "names",
 ]

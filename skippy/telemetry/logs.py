@@ -1,4 +1,8 @@
-"""structlog configuration of a skippy process: human lines on a terminal, JSON lines anywhere else."""
+"""Logs: structured entries that go through the standard library's logging.
+
+A host sees them as any library's: nothing on its terminal but warnings, unless it asks for more. A process
+that skippy owns calls :func:`configure_logging`: human lines on a terminal, JSON lines anywhere else.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,55 @@ import sys
 
 import structlog
 
+ROOT = "skippy"
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger whose entries are an event and fields: ``log.info("listening", port=1)``.
+
+    The record's message is the mapping of both, which any handler can print.
+
+    Args:
+        name: ``skippy``, or a name below it.
+    """
+    logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        logging.getLogger(name),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.contextvars.merge_contextvars,
+            structlog.stdlib.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        cache_logger_on_first_use=True,
+    )
+    return logger
+
 
 def configure_logging(*, json_lines: bool | None = None, debug: bool = False) -> None:
-    """Send structlog's output to stderr. Call once, in a process that skippy owns; a host configures its own.
+    """Send logs to stderr. Call once, in a process that skippy owns; a host configures its own logging.
 
     Args:
         json_lines: JSON or human lines; None chooses JSON when stderr is not a terminal.
         debug: also show entries of level debug.
     """
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
-    renderer: structlog.typing.Processor
-    renderer = structlog.processors.JSONRenderer(default=str) if as_json else structlog.dev.ConsoleRenderer()
-    processors: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
+    renderer: list[structlog.typing.Processor]
     if as_json:
-        processors.append(structlog.processors.format_exc_info)
-    structlog.configure(
-        processors=[*processors, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if debug else logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=False,
+        renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    else:
+        renderer = [structlog.dev.ConsoleRenderer()]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+            # For entries of other libraries, which come as plain text.
+            foreign_pre_chain=[
+                structlog.stdlib.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+            ],
+        )
     )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger(ROOT).setLevel(logging.DEBUG if debug else logging.INFO)

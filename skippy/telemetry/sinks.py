@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-import structlog
-
 from .core import Event, Level
+from .logs import get_logger
 
 
 class StructlogSink:
@@ -18,7 +17,7 @@ class StructlogSink:
     blocking = True
 
     def __init__(self, logger: Any | None = None) -> None:
-        self._logger = logger if logger is not None else structlog.get_logger("skippy")
+        self._logger = logger if logger is not None else get_logger("skippy.telemetry")
 
     def write(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import structlog
 
 from skippy.engine import EngineError, ModelLoadError
 from skippy.engine.tap import EvalCallback, PythonTap, Tap, compiled_library, create_tap
@@ -138,14 +137,16 @@ def test_nothing_is_written_after_finish(tap: Tap) -> None:
     assert buffer.raw[:16] == b"A" * 16
 
 
-def test_environment_decides_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_decides_where_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("SKIPPY_TAP", raising=False)
-    with structlog.testing.capture_logs() as logs:
+    with caplog.at_level("INFO", logger="skippy"):
         assert create_tap(FUNCTIONS, "l_out-3", 8).kind == "c"
         monkeypatch.setenv("SKIPPY_TAP", "python")
         assert create_tap(FUNCTIONS, "l_out-3", 8).kind == "python"
         assert create_tap(FUNCTIONS, "l_out-3", 8, "c").kind == "c"
-    assert [(line["event"], line["tap"]) for line in logs] == [
+    assert [(line.msg["event"], line.msg["tap"]) for line in caplog.records] == [
         ("boundary tap", "c"),
         ("boundary tap", "python"),
         ("boundary tap", "c"),

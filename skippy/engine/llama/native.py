@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import llama_cpp.llama_cpp as _module
 import numpy as np
-import structlog
 
 from skippy.engine.base import ModelLoadError
 from skippy.engine.tap import GGML_FUNCTIONS
+from skippy.telemetry import get_logger
 
 api: Final[Any] = _module
 """llama-cpp-python's low-level API. Pointers are plain integers there."""
@@ -26,7 +26,7 @@ _LEVEL_CONTINUED: Final = 5
 _EXPECTED: Final = ("dummy tokens",)
 """Warnings that every slice without a vocabulary causes, by design."""
 
-_log = structlog.get_logger("skippy.llama")
+_log = get_logger("skippy.llama")
 _lock = threading.Lock()
 _ready = False
 
