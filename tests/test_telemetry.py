@@ -215,7 +215,13 @@ def log_in_a_process(code: str) -> str:
     return done.stderr
 
 
-LOG = "from skippy.telemetry import *\nlog = get_logger('skippy.x')\n{}log.info('a', n=1)\nlog.warning('b', n=2)\n"
+LOG = """
+from skippy.telemetry import *
+log = get_logger("skippy.x")
+{}
+log.info("a", n=1)
+log.warning("b", n=2)
+"""
 
 
 def test_a_host_that_configures_nothing_sees_warnings_only() -> None:
