@@ -1,4 +1,4 @@
-"""Where the ``skippy`` command starts: imports next to nothing, so that Ctrl-C is quiet while the rest loads."""
+"""Where the ``skippy`` command starts: imports next to nothing, so that an early Ctrl-C is quiet."""
 
 import sys
 
