@@ -67,6 +67,8 @@ class ChatEndpoint:
             if response.status_code != 200:
                 raise CliError(error_text(response.status_code, response.content))
             return str(response.json()["data"][0]["id"])
+        except httpx.ConnectError as error:
+            raise CliError(f"{self._url}: {error}; is `skippy run` serving there?") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise CliError(f"{self._url}: {error or type(error).__name__}") from None
         except (ValueError, LookupError, TypeError):

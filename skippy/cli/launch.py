@@ -40,7 +40,8 @@ class Child:
         config: its stage.
         listener: its listening socket; handed over at the start.
         openai_listener: the HTTP socket (stage 0 only).
-        command: what to run; the child's options are appended.
+        command: what to run; the child's options are appended. (``-P``: a module in the working directory
+            must not stand in for one of ours.)
         tail: the last lines it wrote to stderr.
         loaded: bytes of its model part that are loaded, and all of them; zeros before it has begun.
     """
@@ -48,7 +49,7 @@ class Child:
     config: StageConfig
     listener: socket.socket
     openai_listener: socket.socket | None = None
-    command: Sequence[str] = (sys.executable, "-m", "skippy.cli", "stage-child")
+    command: Sequence[str] = (sys.executable, "-P", "-m", "skippy.cli", "stage-child")
     tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=LAST_LINES))
     process: trio.Process | None = None
     loaded: tuple[int, int] = (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,15 +101,21 @@ def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
 
         def loading() -> None:
             done, total = (sum(numbers) for numbers in zip(*(c.loaded for c in chain.children), strict=True))
-            progress("load", done, total)
+            if total:
+                progress("load", done, total)
 
         def ready() -> None:
             progress.stop()
             click.echo(welcome(chain))
 
-        loading()
         main = partial(run_chain, chain, relay=verbose, ready=ready, loading=loading)
         trio.run(run_until_signal, main, None)
+
+
+def own_command() -> str:
+    """How to call this program again from the same folder: it need not be on the PATH."""
+    started = sys.argv[0]
+    return started if Path(started).name == "skippy" else f"{sys.executable} -m skippy.cli"
 
 
 def welcome(chain: Chain) -> str:
@@ -116,7 +123,8 @@ def welcome(chain: Chain) -> str:
     model = chain.topology.model_id
     url = f"http://{url_host(chain.openai.bind_endpoint)}/v1"
     request = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    lines = [f"skippy {__version__} serves {model} in {len(chain.children)} stages:"]
+    stages = "one stage" if len(chain.children) == 1 else f"{len(chain.children)} stages"
+    lines = [f"skippy {__version__} serves {model} in {stages}:"]
     for child in chain.children:
         config = child.config
         pid = child.process.pid if child.process is not None else "?"
@@ -128,7 +136,7 @@ def welcome(chain: Chain) -> str:
     lines += [
         f"OpenAI endpoint: {url}",
         f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{quoted}'",
-        "or: skippy chat" + ("" if url == "http://127.0.0.1:9337/v1" else f" --url {url}"),
+        f"or: {own_command()} chat" + ("" if url == "http://127.0.0.1:9337/v1" else f" --url {url}"),
         "Ctrl-C stops everything.",
     ]
     return "\n".join(lines)

@@ -83,6 +83,7 @@ class LanePool:
         self._waiting: deque[object] = deque()
         self._changed = trio.lowlevel.ParkingLot()
         self._last_error: str | None = None
+        self._reported: str | None = None
 
     @property
     def ready(self) -> bool:
@@ -148,7 +149,9 @@ class LanePool:
                 await self._one_lane()
             except* StageError as group:
                 self._last_error = str(next(leaves(group)))
-                log.error("no lane to the next stage", reason=self._last_error)
+                if self._last_error != self._reported:  # once, not once per lane and attempt
+                    self._reported = self._last_error
+                    log.error("the next stage cannot be reached; trying again", reason=self._last_error)
                 self._stage.context.telemetry.emit(
                     names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACE_FAILED, error=self._last_error
                 )
@@ -169,6 +172,7 @@ class LanePool:
             pooled = PooledLane(lane, replies)
             lane.machine.connected()
             self._connected += 1
+            self._reported = None
             if self._connected == self._size:
                 telemetry.emit(names.STAGE_OPENAI_DOWNSTREAM_POOL_READY, pool_capacity=self._size)
             try:

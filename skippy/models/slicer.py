@@ -78,7 +78,8 @@ def write_error(path: Path, error: OSError, needed: int) -> SliceWriteError:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         reason += f"; {needed / 2**20:.1f} MiB are needed in {path.parent}"
-    return SliceWriteError(f"{path}: cannot be written: {reason}")
+    hint = "SKIPPY_CACHE names another folder for slices"
+    return SliceWriteError(f"{path}: cannot be written: {reason}; {hint}")
 
 
 def file_sha256(path: str | os.PathLike[str], progress: Progress | None = None) -> str:

@@ -41,7 +41,10 @@ async def dial_stage(
             try:
                 with trio.fail_after(ATTEMPT_SECS):
                     link = await transport.connect(endpoint, source_host=source_host)
-                reason = "it accepted the connection, but is still loading or waits for its own downstream"
+                reason = (
+                    "it accepted the connection and is silent: it still loads, waits for the stage after it, "
+                    "or asks for a link token"
+                )
                 await _become_ready(link, token)
                 return link
             except trio.TooSlowError:
