@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import socket
 import struct
-from typing import Final
+from typing import Final, cast
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
+from hypercorn.events import Event, Updated
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
@@ -39,6 +40,7 @@ class GuardedStream:
 
     Attributes:
         gone: scope for all work on this connection; cancelled when the client is known to be gone.
+        idle_since: when its last request ended (or it was opened), on Trio's clock; None during a request.
     """
 
     def __init__(self, stream: trio.SocketStream, stall_secs: float) -> None:
@@ -48,6 +50,7 @@ class GuardedStream:
         self._arriving, self._arrived = trio.open_memory_channel[bytes](1)
         self._eof_read = trio.Event()
         self.gone = trio.CancelScope()
+        self.idle_since: float | None = trio.current_time()
         self.socket = stream.socket  # Hypercorn asks it for the addresses
 
     async def send_all(self, data: bytes) -> None:
@@ -116,6 +119,11 @@ class _ClientServer(TCPServer):
         wrapper.protocol = EnvelopeProtocol.instead_of(wrapper)
         self._wrapper = wrapper
 
+    async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, Updated):
+            cast(GuardedStream, self.stream).idle_since = trio.current_time() if event.idle else None
+        await super().protocol_send(event)
+
     async def _read_data(self) -> None:
         await super()._read_data()
         # The keep-alive timer would hold the closed connection until it is over.
@@ -123,7 +131,11 @@ class _ClientServer(TCPServer):
 
 
 class ClientConnections:
-    """The open connections, and the way to end them all."""
+    """The open connections, and the way to end them all.
+
+    At MAX_CLIENTS connections a new one takes the place of the one that has been idle for longest; where all
+    are busy, it is closed at once.
+    """
 
     def __init__(self, app: QuartTrio, config: Config, context: WorkerContext, stall_secs: float) -> None:
         self._app = ASGIWrapper(app)
@@ -138,8 +150,8 @@ class ClientConnections:
         return len(self._open)
 
     async def handle(self, stream: trio.SocketStream) -> None:
-        """Serve one client until it or the server has had enough; beyond MAX_CLIENTS, not at all."""
-        if len(self._open) >= MAX_CLIENTS:
+        """Serve one client until it or the server has had enough."""
+        if len(self._open) >= MAX_CLIENTS and not self._drop_idlest():
             logger.warning("a client was turned away: %d are connected", MAX_CLIENTS)
             stream.socket.close()
             return
@@ -162,6 +174,16 @@ class ClientConnections:
             stream.socket.close()
             if not self._open:
                 self._empty.set()
+
+    def _drop_idlest(self) -> bool:
+        """Make room for another connection; False if all are busy."""
+        idle = {guarded: since for guarded in self._open if (since := guarded.idle_since) is not None}
+        if not idle:
+            return False
+        idlest = min(idle, key=idle.__getitem__)
+        idlest.abort()
+        self._open.discard(idlest)
+        return True
 
     async def wait_empty(self) -> None:
         if self._open:

@@ -153,6 +153,6 @@ def parse_bind(bind: str) -> tuple[str, int]:
 
 
 def _adopt(listening: socket.socket) -> trio.SocketListener:
-    listening.listen(128)
+    listening.listen(0xFFFF)  # the system lowers it to what it allows
     listening.setblocking(False)
     return trio.SocketListener(trio.socket.from_stdlib_socket(listening))

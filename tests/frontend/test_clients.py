@@ -61,10 +61,11 @@ async def test_an_idle_client_that_leaves() -> None:
 async def test_more_clients_than_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MAX_CLIENTS", 2)
     request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    async with listening(ScriptedGenerator(say("x"))) as (listener, connections):
+    never = trio.Event()
+    async with listening(ScriptedGenerator(lambda _: [97, never])) as (listener, connections):
         served = [await trio.testing.open_stream_to_socket_listener(listener) for _ in range(2)]
         for client in served:
-            await client.send_all(request)
+            await client.send_all(post(stream=True))
             assert b" 200 " in bytes(await client.receive_some())
         turned_away = await trio.testing.open_stream_to_socket_listener(listener)
         assert await turned_away.receive_some() == b""
@@ -120,3 +121,33 @@ async def test_many_clients_that_leave_anywhere() -> None:
         await last.aclose()
         await connections.wait_empty()
     assert generator.active == 0
+
+
+async def test_a_new_client_takes_the_place_of_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_CLIENTS", 3)
+    never = trio.Event()
+    generator = ScriptedGenerator(lambda request: [97, never])
+    async with listening(generator) as (listener, connections):
+
+        async def ask(client: trio.SocketStream) -> None:
+            await client.send_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += await client.receive_some()
+
+        busy = await trio.testing.open_stream_to_socket_listener(listener)
+        await busy.send_all(post(stream=True))
+        assert b" 200 " in bytes(await busy.receive_some())
+        first = await trio.testing.open_stream_to_socket_listener(listener)
+        await ask(first)
+        second = await trio.testing.open_stream_to_socket_listener(listener)
+        await ask(second)
+        await ask(first)  # now the second one has been idle for longer
+        new = await trio.testing.open_stream_to_socket_listener(listener)
+        await ask(new)
+        assert await second.receive_some() == b""
+        await ask(first)
+        assert connections.count == 3
+        assert generator.active == 1
+        for stream in (busy, first, second, new):
+            await stream.aclose()
