@@ -14,7 +14,7 @@ import trio.testing
 
 from skippy.config import Endpoint
 from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport, Transport
-from skippy.stage.links.tcp import TcpLink
+from skippy.stage.links.tcp import TcpLink, refuse_self_connection
 
 BACKENDS = {"memory": MemoryTransport, "tcp": TcpTransport}
 
@@ -170,6 +170,18 @@ async def test_tcp_connects_from_the_pinned_address() -> None:
         assert far.peer.startswith("127.0.0.3:")
         for thing in (near, far, listener):
             thing.close()
+
+
+async def test_tcp_notices_a_connection_to_itself() -> None:
+    """What happens once in thousands of attempts to reach a stage that has not started yet."""
+    with trio.socket.socket() as sock:
+        await sock.bind(("127.0.0.1", 0))
+        own = sock.getsockname()
+        await sock.connect(own)
+        with pytest.raises(ConnectionRefusedError, match="nothing listens"):
+            refuse_self_connection(sock, Endpoint(*own))
+    with trio.fail_after(10):
+        (await TcpTransport().listen(Endpoint(*own))).close()
 
 
 async def test_tcp_refuses_a_pinned_address_of_another_family() -> None:

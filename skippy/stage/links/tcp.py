@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Sequence
 
 import trio
@@ -131,6 +132,7 @@ class TcpTransport(Transport):
             if source_host is not None:
                 await sock.bind((source_host, 0))
             await sock.connect(address)
+            refuse_self_connection(sock, endpoint)
             return TcpLink(sock, str(endpoint))
         except OSError as exc:
             sock.close()
@@ -138,6 +140,18 @@ class TcpTransport(Transport):
         except BaseException:
             sock.close()
             raise
+
+
+def refuse_self_connection(sock: trio.socket.SocketType, endpoint: Endpoint) -> None:
+    """Raise OSError if the socket is connected to itself.
+
+    TCP does that on loopback when nothing listens and the system picks the very port that is dialled as the
+    source port. Left alone it would look like a silent stage, and keep the real one from binding.
+    """
+    if sock.getsockname() == sock.getpeername():
+        # Reset instead of closing: no TIME_WAIT may keep the port from the stage that wants it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raise OSError(errno.ECONNREFUSED, f"nothing listens on {endpoint}")
 
 
 def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
