@@ -46,19 +46,22 @@ class ReplyDecoder(Decoder[Reply]):
         return self._next()
 
     def _frames(self) -> Generator[Reply | None, None, None]:
-        intake = self._intake
         while True:
-            while (have := intake.end - intake.start) < _HEAD.size:
-                if have >= 4:
-                    _known_kind(_I32.unpack_from(intake.buffer, intake.start)[0])
-                yield None
-            word, predicted, count = _HEAD.unpack_from(intake.buffer, intake.start)
-            kind = _known_kind(word)
-            intake.start += _HEAD.size
-            self._between_frames = False
-            reply = yield from self._body(kind, predicted, count)
+            reply = yield from self._reply()
             self._between_frames = True
             yield reply
+
+    def _reply(self) -> Step[Reply]:
+        intake = self._intake
+        while (have := intake.end - intake.start) < _HEAD.size:
+            if have >= 4:
+                _known_kind(_I32.unpack_from(intake.buffer, intake.start)[0])
+            yield None
+        word, predicted, count = _HEAD.unpack_from(intake.buffer, intake.start)
+        kind = _known_kind(word)
+        intake.start += _HEAD.size
+        self._between_frames = False
+        return (yield from self._body(kind, predicted, count))
 
     def _body(self, kind: ReplyKind, predicted: int, count: int) -> Step[Reply]:
         intake = self._intake

@@ -1,6 +1,7 @@
-"""The start of a stage connection: credentials, if a token is configured, then the ready word.
+"""The start of a stage connection: credentials, if a token is configured, the ready word, and admission.
 
-Sans-IO and incremental, both sides. Source: ``docs/protocol.md``, section "Handshake".
+Sans-IO and incremental, both sides. A side that is given nothing to compare speaks plain generation 8, which
+ends with the ready word. Source: ``docs/protocol.md``, sections "Handshake" and "Admission".
 """
 
 from __future__ import annotations
@@ -10,6 +11,20 @@ import hmac
 import struct
 from typing import Final
 
+from .admission import (
+    ADMISSION_HEAD_BYTES,
+    ADMISSION_WORD,
+    AdmissionAnswer,
+    AdmissionRequest,
+    LoadedStage,
+    Refusal,
+    admission_length,
+    admit,
+    check_answer,
+    decode_answer,
+    decode_request,
+    encode_admission,
+)
 from .errors import ErrorKind, LocalProtocolError, RemoteProtocolError
 from .kinds import MAX_TRANSPORT_AUTH_BYTES, READY_MAGIC, TRANSPORT_AUTH_MAGIC
 from .machines import Machine
@@ -38,6 +53,8 @@ class _Handshake(Machine[HandshakeState, HandshakeEvent], abc.ABC):
         super().__init__(name, HANDSHAKE, start)
         self._received = bytearray()
         self._to_send = b""
+        self._extensions: tuple[str, ...] = ()
+        self._wanted = 0
         self._error: RemoteProtocolError | None = None
 
     @property
@@ -53,9 +70,21 @@ class _Handshake(Machine[HandshakeState, HandshakeEvent], abc.ABC):
         return bytes(self._received)
 
     def data_to_send(self) -> bytes:
-        """What has to be sent now; b"" when nothing. Each byte is given once."""
+        """What has to be sent now, also after a refusal; b"" when nothing. Each byte is given once."""
         data, self._to_send = self._to_send, b""
         return data
+
+    @property
+    def awaits_admission(self) -> bool:
+        """The ready word has passed (or is in ``data_to_send``), the peer's admission packet has not."""
+        return self._state is HandshakeState.AWAIT_ADMISSION
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """What both sides agreed on; empty for a plain peer. LocalProtocolError before admission."""
+        if not self.admitted:
+            raise LocalProtocolError(f"{self._name} is {self._state.value}: nothing is agreed yet")
+        return self._extensions
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> bool:
         """Feed bytes as they arrive. Returns ``admitted``; anything behind the handshake is kept.
@@ -93,57 +122,123 @@ class _Handshake(Machine[HandshakeState, HandshakeEvent], abc.ABC):
     def _parse(self) -> None:
         """Take what has arrived of the peer's part."""
 
+    def _packet(self) -> bytes | None:
+        """Take the body of the peer's admission packet, once it has arrived whole."""
+        length = admission_length(self._received)
+        self._wanted = ADMISSION_HEAD_BYTES if length is None else ADMISSION_HEAD_BYTES + length
+        if len(self._received) < self._wanted:
+            return None
+        body = bytes(self._received[ADMISSION_HEAD_BYTES : self._wanted])
+        del self._received[: self._wanted]
+        return body
+
 
 class DialerHandshake(_Handshake):
-    """The connecting side: sends the preamble if there is a token, then waits for the ready word.
+    """The connecting side: sends the preamble if there is a token, awaits the ready word, asks for admission.
 
     Args:
         token: 1 to 64 bytes; None sends no preamble (the listener must then have no token either).
+        request: what to ask for; None ends with the ready word, as plain generation 8 does.
+
+    Raises:
+        LocalProtocolError: a token or a request that cannot be sent.
     """
 
-    def __init__(self, token: bytes | None) -> None:
+    def __init__(self, token: bytes | None, request: AdmissionRequest | None = None) -> None:
         super().__init__("dialer handshake", HandshakeState.AWAIT_READY)
+        self._request = request
+        self._packet_to_send = b"" if request is None else encode_admission(request)
+        self._wanted = len(READY_WORD)
+        self.answer: AdmissionAnswer | None = None
+        """The listener's answer, once it has come."""
         if token is not None:
             self._to_send = encode_transport_auth(token)
 
     def _parse(self) -> None:
-        if len(self._received) < len(READY_WORD):
+        if self._state is HandshakeState.AWAIT_READY and not self._take_ready():
             return
+        if self._state is not HandshakeState.AWAIT_ADMISSION:
+            return
+        assert self._request is not None
+        body = self._packet()
+        if body is None:
+            return
+        self.answer = decode_answer(body)
+        check_answer(self._request, self.answer)
+        self._extensions = self.answer.extensions
+        self._remote(HandshakeEvent.ADMISSION_AGREED)
+
+    @property
+    def bytes_wanted(self) -> int:
+        """How many more bytes belong to the handshake for sure: read no more and none is left over."""
+        return self._wanted - len(self._received)
+
+    def _take_ready(self) -> bool:
+        if len(self._received) < len(READY_WORD):
+            return False
         if self._received[: len(READY_WORD)] != READY_WORD:
             raise RemoteProtocolError(
                 f"not a stage: the first bytes are {self._received[:4].hex()}, "
                 f"not the ready word {READY_WORD.hex()}"
             )
         del self._received[: len(READY_WORD)]
-        self._remote(HandshakeEvent.READY_RECEIVED)
+        if self._request is None:
+            self._remote(HandshakeEvent.READY_RECEIVED_PLAIN)
+        else:
+            self._remote(HandshakeEvent.READY_RECEIVED)
+            self._to_send += self._packet_to_send
+        return True
 
 
 class ListenerHandshake(_Handshake):
-    """The accepting side: checks the preamble if there is a token, then sends the ready word.
+    """The accepting side: checks the preamble if there is a token, sends the ready word, answers the request.
+
+    Nothing is sent, and nothing but the preamble is looked at, before the token was shown. After a refusal
+    ``data_to_send`` holds the answer that says why.
 
     Args:
         token: what the dialer must present; None reads nothing and is ready at once. An empty token matches
             nothing, so everybody is refused.
+        loaded: what to compare requests with; None ends with the ready word, as plain generation 8 does.
+        allow_plain: admit a peer whose first bytes are a frame instead of an admission packet.
     """
 
-    def __init__(self, token: bytes | None) -> None:
+    def __init__(
+        self, token: bytes | None, loaded: LoadedStage | None = None, *, allow_plain: bool = False
+    ) -> None:
         super().__init__(
             "listener handshake", HandshakeState.OWE_READY if token is None else HandshakeState.AWAIT_AUTH
         )
         self._token = token
+        self._loaded = loaded
+        self._allow_plain = allow_plain
+        self.request: AdmissionRequest | None = None
+        """The dialer's request, once it has come; None for a plain peer."""
         if token is None:
             self._send_ready()
 
+    @property
+    def authenticated(self) -> bool:
+        """The peer showed the token, or needs none: the ready word is owed or sent."""
+        return self._state in (HandshakeState.AWAIT_ADMISSION, HandshakeState.ADMITTED)
+
     def _send_ready(self) -> None:
         self._to_send = READY_WORD
-        self._local(HandshakeEvent.READY_SENT)
+        plain = self._loaded is None
+        self._local(HandshakeEvent.READY_SENT_PLAIN if plain else HandshakeEvent.READY_SENT)
 
     def _parse(self) -> None:
+        if self._state is HandshakeState.AWAIT_AUTH and not self._take_token():
+            return
+        if self._state is HandshakeState.AWAIT_ADMISSION and self._received:
+            self._take_request()
+
+    def _take_token(self) -> bool:
         received = self._received
         if len(received) >= len(_AUTH_WORD) and received[: len(_AUTH_WORD)] != _AUTH_WORD:
             raise RemoteProtocolError(f"no credentials: the connection starts with {received[:4].hex()}")
         if len(received) < _AUTH_HEAD_BYTES:
-            return
+            return False
         length = received[_AUTH_HEAD_BYTES - 1]
         if not 1 <= length <= MAX_TRANSPORT_AUTH_BYTES:
             raise RemoteProtocolError(
@@ -151,9 +246,48 @@ class ListenerHandshake(_Handshake):
             )
         end = _AUTH_HEAD_BYTES + length
         if len(received) < end:
-            return
+            return False
         if not hmac.compare_digest(bytes(received[_AUTH_HEAD_BYTES:end]), self._token or b""):
             raise RemoteProtocolError("wrong transport token")
         del received[:end]
         self._remote(HandshakeEvent.AUTH_ACCEPTED)
         self._send_ready()
+        return True
+
+    def _take_request(self) -> None:
+        if len(self._received) < len(ADMISSION_WORD):
+            return
+        if self._received[: len(ADMISSION_WORD)] != ADMISSION_WORD:
+            self._meet_plain_peer()
+            return
+        try:
+            body = self._packet()
+            if body is None:
+                return
+            self.request = decode_request(body)
+        except RemoteProtocolError as error:
+            self._send_answer(
+                AdmissionAnswer(refusal=Refusal("packet", "a sound admission request", str(error)))
+            )
+            raise
+        assert self._loaded is not None
+        answer = admit(self.request, self._loaded)
+        self._send_answer(answer)
+        if answer.refusal is not None:
+            sender = f"stage {self.request.sender_index} ({self.request.sender_id[:80]!r})"
+            raise RemoteProtocolError(f"{sender} is not admitted: {answer.refusal}")
+        self._extensions = answer.extensions
+        self._remote(HandshakeEvent.ADMISSION_AGREED)
+
+    def _send_answer(self, answer: AdmissionAnswer) -> None:
+        self._to_send += encode_admission(answer)
+
+    def _meet_plain_peer(self) -> None:
+        word = bytes(self._received[: len(_AUTH_WORD)])
+        if word == _AUTH_WORD:
+            raise RemoteProtocolError("the peer shows a link token, but this side asks for none")
+        if not self._allow_plain:
+            raise RemoteProtocolError(
+                f"older or incomplete peer: it sent no admission packet, but starts with {word.hex()}"
+            )
+        self._remote(HandshakeEvent.FRAME_RECEIVED)

@@ -7,8 +7,10 @@ peer did. The diagrams of ``docs/protocol.md`` are printed from these tables
 (``python -m skippy.protocol diagrams``).
 
 Handshake
-    The dialer sends its credentials, if any, and waits for the ready word. The listener checks the
-    credentials, if it has a token, then owes the ready word. Frames flow only after admission.
+    The dialer sends its credentials, if any, and waits for the ready word; then it asks for admission and
+    waits for the answer. The listener checks the credentials, if it has a token, then owes the ready word;
+    then it waits for the request and answers it. Frames flow only after admission. A peer that only knows the
+    ready word skips the last step, and is refused unless it is allowed to.
 
 Upstream connection
     What one stage accepts from the stage (or driver) in front of it. It carries one request at a time. The
@@ -42,6 +44,7 @@ class HandshakeState(enum.Enum):
     AWAIT_AUTH = "await-auth"
     OWE_READY = "owe-ready"
     AWAIT_READY = "await-ready"
+    AWAIT_ADMISSION = "await-admission"
     ADMITTED = "admitted"
     CLOSED = "closed"
 
@@ -50,24 +53,33 @@ class HandshakeEvent(enum.Enum):
     AUTH_ACCEPTED = "auth accepted"
     READY_SENT = "ready sent"
     READY_RECEIVED = "ready received"
+    READY_SENT_PLAIN = "ready sent, plain"
+    READY_RECEIVED_PLAIN = "ready received, plain"
+    ADMISSION_AGREED = "admission agreed"
+    FRAME_RECEIVED = "frame received"
     CLOSE = "close"
 
 
+_HS, _HE = HandshakeState, HandshakeEvent
 HANDSHAKE: Final[Mapping[HandshakeState, Mapping[HandshakeEvent, HandshakeState]]] = {
-    HandshakeState.AWAIT_AUTH: {
-        HandshakeEvent.AUTH_ACCEPTED: HandshakeState.OWE_READY,
-        HandshakeEvent.CLOSE: HandshakeState.CLOSED,
+    _HS.AWAIT_AUTH: {_HE.AUTH_ACCEPTED: _HS.OWE_READY, _HE.CLOSE: _HS.CLOSED},
+    _HS.OWE_READY: {
+        _HE.READY_SENT: _HS.AWAIT_ADMISSION,
+        _HE.READY_SENT_PLAIN: _HS.ADMITTED,
+        _HE.CLOSE: _HS.CLOSED,
     },
-    HandshakeState.OWE_READY: {
-        HandshakeEvent.READY_SENT: HandshakeState.ADMITTED,
-        HandshakeEvent.CLOSE: HandshakeState.CLOSED,
+    _HS.AWAIT_READY: {
+        _HE.READY_RECEIVED: _HS.AWAIT_ADMISSION,
+        _HE.READY_RECEIVED_PLAIN: _HS.ADMITTED,
+        _HE.CLOSE: _HS.CLOSED,
     },
-    HandshakeState.AWAIT_READY: {
-        HandshakeEvent.READY_RECEIVED: HandshakeState.ADMITTED,
-        HandshakeEvent.CLOSE: HandshakeState.CLOSED,
+    _HS.AWAIT_ADMISSION: {
+        _HE.ADMISSION_AGREED: _HS.ADMITTED,
+        _HE.FRAME_RECEIVED: _HS.ADMITTED,
+        _HE.CLOSE: _HS.CLOSED,
     },
-    HandshakeState.ADMITTED: {HandshakeEvent.CLOSE: HandshakeState.CLOSED},
-    HandshakeState.CLOSED: {},
+    _HS.ADMITTED: {_HE.CLOSE: _HS.CLOSED},
+    _HS.CLOSED: {},
 }
 
 
