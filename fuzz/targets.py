@@ -1,0 +1,215 @@
+"""The targets: each takes any bytes and returns, whatever they are.
+
+One invariant: the bytes parse, or our own error is raised; never another exception, never more memory than
+the limit. A target catches that one error; whatever else comes out of it is a finding. Where the code under
+test promises more (pieces make no difference, what was decoded encodes again), the target asserts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from skippy.config import ConfigError, stage_config_from_json, to_json_value, topology_from_json
+from skippy.config.files import _parse
+from skippy.frontend.errors import ApiError
+from skippy.frontend.schemas import parse_chat, parse_completion
+from skippy.models import GGUFHeader, ModelError, SliceInfo, inspect_model, plan_slice
+from skippy.models.gguf import LazyArray
+from skippy.protocol import (
+    DialerHandshake,
+    ListenerHandshake,
+    LocalProtocolError,
+    MessageDecoder,
+    ReplyDecoder,
+    encode_message,
+    encode_reply,
+    encode_transport_auth,
+    estimated_wire_bytes,
+)
+from skippy.protocol.errors import RemoteProtocolError
+
+from .machines import machines
+
+WIDTHS: Final = (0, 1, 2, 3, 4, 8, 16, 64, 128, 512, 2048, 4096)
+TOKEN: Final = b"a link token"
+
+
+def _pieces(data: bytes, size: int) -> Iterator[bytes]:
+    """``data`` whole when ``size`` is 0, else in pieces of that many bytes."""
+    size = size or max(len(data), 1)
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def _drain(
+    decoder: MessageDecoder | ReplyDecoder, take: Callable[[], Any], data: bytes, size: int
+) -> tuple[list[Any], str]:
+    """Frames and the error's text ('' without one) after ``data`` and the end of the stream."""
+    frames: list[Any] = []
+    try:
+        for piece in _pieces(data, size):
+            decoder.receive_data(piece)
+            while (frame := take()) is not None:
+                frames.append(frame)
+        decoder.receive_eof()
+    except RemoteProtocolError as error:
+        try:
+            take()
+        except RemoteProtocolError as again:
+            assert again is error, "a dead decoder raises the error it died of"
+        else:
+            raise AssertionError("the decoder went on after an error") from error
+        return frames, f"{error.kind}: {error}"
+    return frames, ""
+
+
+def frames(data: bytes) -> None:
+    """Message frames. Byte 0 chooses the width, byte 1 the size of the pieces that are compared."""
+    n_embd = WIDTHS[data[0] % len(WIDTHS)] if data else 0
+    size, data = (data[1] if len(data) > 1 else 0), data[2:]
+    whole = MessageDecoder(n_embd)
+    messages, error = _drain(whole, whole.next_message, data, 0)
+    encoded: list[bytes | None] = []
+    for message in messages:
+        try:
+            parts = encode_message(message)
+        except LocalProtocolError:  # a reader takes some frames that no writer makes
+            encoded.append(None)
+            continue
+        wire = b"".join(parts)
+        encoded.append(wire)
+        assert len(wire) == estimated_wire_bytes(message)
+        again = MessageDecoder(n_embd)
+        again.receive_data(wire)
+        decoded = again.next_message()
+        assert decoded is not None
+        assert b"".join(encode_message(decoded)) == wire
+    if size:
+        cut = MessageDecoder(n_embd)
+        others, other_error = _drain(cut, cut.next_message, data, size)
+        assert other_error == error
+        assert len(others) == len(messages)
+        for other, bytes_of in zip(others, encoded, strict=True):
+            assert bytes_of is None or b"".join(encode_message(other)) == bytes_of
+
+
+def replies(data: bytes) -> None:
+    """Reply frames. Byte 0 is the size of the pieces that are compared."""
+    size, data = (data[0] if data else 0), data[1:]
+    whole = ReplyDecoder()
+    found, error = _drain(whole, whole.next_reply, data, 0)
+    for reply in found:
+        again = ReplyDecoder()
+        again.receive_data(encode_reply(reply))
+        assert again.next_reply() == reply
+    if size:
+        cut = ReplyDecoder()
+        assert _drain(cut, cut.next_reply, data, size) == (found, error)
+
+
+def handshake(data: bytes) -> None:
+    """Both sides of the start of a connection. Byte 0: side, token or none, size of the pieces."""
+    choice, data = (data[0] if data else 0), data[1:]
+    token = TOKEN if choice & 1 else None
+    side: DialerHandshake | ListenerHandshake
+    side = DialerHandshake(token) if choice & 2 else ListenerHandshake(token)
+    side.data_to_send()
+    with contextlib.suppress(RemoteProtocolError):
+        for piece in _pieces(data, choice >> 2):
+            if side.admitted:
+                break
+            side.receive_data(piece)
+            side.data_to_send()
+        if not side.admitted:
+            side.receive_eof()
+    if side.admitted and choice & 3 == 1:
+        assert data.startswith(encode_transport_auth(TOKEN)), "admitted without the token"
+
+
+def gguf(data: bytes) -> None:
+    """A model file: header, what it says about itself, a plan for cutting it."""
+    with tempfile.NamedTemporaryFile(dir=_scratch()) as file:
+        file.write(data)
+        file.flush()
+        path = Path(file.name)
+        try:
+            header = GGUFHeader.read(path)
+        except ModelError:
+            return
+        for entry in header.metadata.values():
+            if isinstance(entry.value, LazyArray):
+                with contextlib.suppress(ModelError):
+                    sum(1 for _ in entry.value)
+        for look in (
+            lambda: SliceInfo.from_header(header),
+            lambda: inspect_model(path),
+            lambda: plan_slice(header, 0, 1),
+            lambda: plan_slice(header, 1, 2).preamble(),
+        ):
+            with contextlib.suppress(ModelError):
+                look()
+
+
+def _scratch() -> str | None:
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() else None
+
+
+def config(data: bytes) -> None:
+    """``stage.json``; what was accepted comes out of its own JSON form again."""
+    _json(data, stage_config_from_json)
+
+
+def topology(data: bytes) -> None:
+    """``topology.json``."""
+    _json(data, topology_from_json)
+
+
+def _json(data: bytes, load: Callable[[bytes], Any]) -> None:
+    try:
+        value = load(data)
+    except ConfigError:
+        return
+    assert load(data) == value
+    assert _parse(data).keys() <= to_json_value(value).keys()
+
+
+def chat(data: bytes) -> None:
+    """The body of ``POST /v1/chat/completions``."""
+    _body(data, parse_chat)
+
+
+def completions(data: bytes) -> None:
+    """The body of ``POST /v1/completions``."""
+    _body(data, parse_completion)
+
+
+def _body(data: bytes, parse: Callable[[bytes], Any]) -> None:
+    try:
+        parse(data)
+    except ApiError as error:
+        assert 400 <= error.status < 500
+        assert error.message
+        _ = str(error.envelope()).encode("utf-8", "surrogatepass")
+
+
+TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
+    "frames": frames,
+    "replies": replies,
+    "handshake": handshake,
+    "machines": machines,
+    "gguf": gguf,
+    "config": config,
+    "topology": topology,
+    "chat": chat,
+    "completions": completions,
+}
+"""By name, for the command line and the corpus folders."""
+
+
+HEADS: Final = {"frames": 2, "replies": 1, "handshake": 1}
+"""Bytes at the start of an input that steer its target, where there are any."""
