@@ -9,11 +9,30 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from skippy.protocol import READY_WORD, MessageKind, encode_transport_auth
+import attrs
+
+from skippy.protocol import (
+    READY_WORD,
+    FailureCode,
+    FinishHint,
+    MessageKind,
+    PositionLogProbabilities,
+    Reply,
+    ReplyAnnex,
+    RequestFailure,
+    TokenLogProbability,
+    admit,
+    encode_admission,
+    encode_annex,
+    encode_annexed_reply,
+    encode_reply,
+    encode_transport_auth,
+)
 from tests.support.tiny_models import write_tiny
 
 from . import CORPUS
-from .targets import TOKEN, WIDTHS
+from .stages import BARE_REQUEST, LOADED, REQUEST, TOKEN
+from .targets import WIDTHS
 
 ROOT: Final = Path(__file__).parents[1]
 MAX_SEED: Final = 1024
@@ -45,13 +64,39 @@ def reply_seeds(golden: dict[str, Any]) -> Seeds:
 
 
 def handshake_seeds() -> Seeds:
-    preamble = encode_transport_auth(TOKEN)
+    preamble, frame = encode_transport_auth(TOKEN), b"\x01\x00\x00\x00"
+    request, answer = encode_admission(REQUEST), encode_admission(admit(REQUEST, LOADED))
     yield "listener-open", b"\x00"
-    yield "listener-token", b"\x01" + preamble + b"\x01\x00\x00\x00"
-    yield "listener-token-by-bytes", b"\x05" + preamble
+    yield "listener-token", b"\x01" + preamble + frame
+    yield "listener-token-by-bytes", b"\x11" + preamble
     yield "listener-wrong-token", b"\x01" + encode_transport_auth(b"another token")
-    yield "dialer-ready", b"\x02" + READY_WORD + b"\x01\x00\x00\x00"
-    yield "dialer-token-by-bytes", b"\x07" + READY_WORD
+    yield "listener-request", b"\x04" + request + frame
+    yield "listener-token-request", b"\x75" + preamble + request
+    yield "listener-other-stage", b"\x04" + encode_admission(attrs.evolve(REQUEST, target_index=2))
+    yield "listener-plain", b"\x0c" + frame
+    yield "dialer-ready", b"\x02" + READY_WORD + frame
+    yield "dialer-token-by-bytes", b"\x13" + READY_WORD
+    yield "dialer-answer", b"\x06" + READY_WORD + answer + frame
+    yield "dialer-token-answer", b"\x97" + READY_WORD + answer
+
+
+def admission_seeds() -> Seeds:
+    yield "request", encode_admission(REQUEST)[12:]
+    yield "bare-request", encode_admission(BARE_REQUEST)[12:]
+    yield "answer", encode_admission(admit(REQUEST, LOADED))[12:]
+    yield "refusal", encode_admission(admit(attrs.evolve(REQUEST, run_id="other"), LOADED))[12:]
+
+
+def annex_seeds() -> Seeds:
+    likely = tuple(TokenLogProbability(token, -0.5 * token) for token in range(3))
+    position = PositionLogProbabilities(likely[1], likely)
+    reply = Reply.predicted_token(1)
+    full = ReplyAnnex(log_probabilities=(position,), finish_hint=FinishHint.MAY_END)
+    hint = ReplyAnnex(finish_hint=FinishHint.MUST_END)
+    failure = RequestFailure(7, FailureCode.SETTINGS_REFUSED, "top_k é")
+    yield "full", b"\x00" + encode_annexed_reply(reply, full)
+    yield "two", b"\x05" + encode_annexed_reply(reply, hint) + encode_reply(reply)
+    yield "failure", b"\x03" + encode_reply(Reply.ack()) + encode_annex(ReplyAnnex(failure=failure))
 
 
 def machine_seeds() -> Seeds:
@@ -160,7 +205,9 @@ def write(root: Path) -> None:
     everything = {
         "frames": frame_seeds(golden),
         "replies": reply_seeds(golden),
+        "annex": annex_seeds(),
         "handshake": handshake_seeds(),
+        "admission": admission_seeds(),
         "machines": machine_seeds(),
         "gguf": gguf_seeds(),
         "config": config_seeds(),

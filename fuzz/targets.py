@@ -20,22 +20,32 @@ from skippy.frontend.schemas import parse_chat, parse_completion
 from skippy.models import GGUFHeader, ModelError, SliceInfo, inspect_model, plan_slice
 from skippy.models.gguf import LazyArray
 from skippy.protocol import (
+    AdmissionAnswer,
+    AdmissionRequest,
+    AnnexedReplyDecoder,
     DialerHandshake,
     ListenerHandshake,
     LocalProtocolError,
     MessageDecoder,
+    Reply,
+    ReplyAnnex,
     ReplyDecoder,
+    admit,
+    encode_admission,
+    encode_annex,
+    encode_annexed_reply,
     encode_message,
     encode_reply,
     encode_transport_auth,
     estimated_wire_bytes,
 )
+from skippy.protocol.admission import decode_answer, decode_request
 from skippy.protocol.errors import RemoteProtocolError
 
 from .machines import machines
+from .stages import LOADED, REQUEST, TOKEN
 
 WIDTHS: Final = (0, 1, 2, 3, 4, 8, 16, 64, 128, 512, 2048, 4096)
-TOKEN: Final = b"a link token"
 
 
 def _pieces(data: bytes, size: int) -> Iterator[bytes]:
@@ -111,23 +121,75 @@ def replies(data: bytes) -> None:
         assert _drain(cut, cut.next_reply, data, size) == (found, error)
 
 
+def annex(data: bytes) -> None:
+    """Reply frames with annexes. Byte 0 is the size of the pieces that are compared."""
+    size, data = (data[0] if data else 0), data[1:]
+    found, error, failure = _annexed(data, 0)
+    for reply, beside in found:
+        wire = encode_reply(reply) if beside is None else encode_annexed_reply(reply, beside)
+        assert _annexed(wire, 0) == ([(reply, beside)], "", None)
+    if failure is not None:
+        encode_annex(ReplyAnnex(failure=failure))
+    if size:
+        assert _annexed(data, size) == (found, error, failure)
+
+
+def _annexed(data: bytes, size: int) -> tuple[list[tuple[Reply, ReplyAnnex | None]], str, Any]:
+    decoder = AnnexedReplyDecoder()
+
+    def take() -> tuple[Reply, ReplyAnnex | None] | None:
+        reply = decoder.next_reply()
+        return None if reply is None else (reply, decoder.annex)
+
+    return *_drain(decoder, take, data, size), decoder.failure
+
+
+def admission(data: bytes) -> None:
+    """The JSON of both admission packets; what is taken can be sent again and is the same then."""
+    packet: AdmissionRequest | AdmissionAnswer
+    for decode in (decode_request, decode_answer):
+        try:
+            packet = decode(data)
+        except RemoteProtocolError:
+            continue
+        try:
+            wire = encode_admission(packet)
+        except LocalProtocolError as error:
+            assert "bytes" in str(error), "refused for more than its size"
+            continue
+        assert decode(wire[12:]) == packet
+        if isinstance(packet, AdmissionRequest):
+            assert decode_answer(encode_admission(admit(packet, LOADED))[12:]) == admit(packet, LOADED)
+
+
 def handshake(data: bytes) -> None:
-    """Both sides of the start of a connection. Byte 0: side, token or none, size of the pieces."""
+    """Both sides of the start of a connection. Byte 0 is the side and its settings, and the pieces' size."""
     choice, data = (data[0] if data else 0), data[1:]
     token = TOKEN if choice & 1 else None
+    with_admission, allow_plain = bool(choice & 4), bool(choice & 8)
     side: DialerHandshake | ListenerHandshake
-    side = DialerHandshake(token) if choice & 2 else ListenerHandshake(token)
-    side.data_to_send()
+    if choice & 2:
+        side = DialerHandshake(token, REQUEST if with_admission else None)
+    else:
+        side = ListenerHandshake(token, LOADED if with_admission else None, allow_plain=allow_plain)
+    sent = side.data_to_send()
     with contextlib.suppress(RemoteProtocolError):
-        for piece in _pieces(data, choice >> 2):
+        for piece in _pieces(data, choice >> 4):
             if side.admitted:
                 break
             side.receive_data(piece)
-            side.data_to_send()
         if not side.admitted:
             side.receive_eof()
-    if side.admitted and choice & 3 == 1:
-        assert data.startswith(encode_transport_auth(TOKEN)), "admitted without the token"
+    sent += side.data_to_send()
+    if isinstance(side, DialerHandshake):
+        assert not (side.admitted and with_admission) or (side.answer is not None and side.answer.accepted)
+        return
+    if token is not None and not data.startswith(encode_transport_auth(TOKEN)):
+        assert not side.admitted, "admitted without the token"
+        assert not sent, "a stranger was told something"
+    if side.admitted and with_admission and not allow_plain:
+        assert side.request is not None
+        assert admit(side.request, LOADED).accepted, "admitted although something differs"
 
 
 def gguf(data: bytes) -> None:
@@ -200,7 +262,9 @@ def _body(data: bytes, parse: Callable[[bytes], Any]) -> None:
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "frames": frames,
     "replies": replies,
+    "annex": annex,
     "handshake": handshake,
+    "admission": admission,
     "machines": machines,
     "gguf": gguf,
     "config": config,
@@ -211,5 +275,5 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
 """By name, for the command line and the corpus folders."""
 
 
-HEADS: Final = {"frames": 2, "replies": 1, "handshake": 1}
+HEADS: Final = {"frames": 2, "replies": 1, "annex": 1, "handshake": 1}
 """Bytes at the start of an input that steer its target, where there are any."""
