@@ -21,7 +21,7 @@ from skippy.telemetry import names
 from .context import StageContext
 from .framing import receive_reply
 from .links import Link, LinkClosed
-from .writer import LinkWriter
+from .writer import LinkWriter, Reservation
 
 
 class Downstream:
@@ -78,6 +78,10 @@ class Downstream:
             await self.wait_drained()
         if not self._context.options.async_prefill_forward:
             await self._writer.wait_flushed()
+
+    def reserve(self) -> Reservation | None:
+        """As :meth:`LinkWriter.reserve`, for a frame that no acknowledgement answers."""
+        return self._writer.reserve()
 
     async def wait_drained(self) -> None:
         """Wait until every acknowledgement owed so far has come."""

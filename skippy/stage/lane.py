@@ -17,12 +17,13 @@ from skippy.protocol import (
     Lane as LaneMachine,
     Message,
     MessageKind,
-    PredictionReturn,
     ProtocolError,
     RemoteProtocolError,
     Reply,
     ReplyStats,
     UpstreamConnection,
+    encode_frame,
+    requires_predicted_reply,
 )
 from skippy.telemetry import Level, names
 
@@ -30,9 +31,11 @@ from .context import HANDSHAKE_SECS, MESSAGE_SECS, StageContext
 from .dialing import dial_stage
 from .downstream import Downstream
 from .errors import DownstreamUnavailable, LaneLost, RequestFailed, StageError
+from .express import Express, prediction_frame
 from .framing import allocate
 from .intake import DATA, RESTORES, check_data
 from .links import Link, LinkClosed
+from .predictions import Predictions
 from .queues import PendingReply
 from .returns import ReturnStream
 from .session import StageSession
@@ -61,10 +64,8 @@ class Lane:
         self._session: StageSession | None = None
         self._downstream: Downstream | None = None
         self._return: ReturnStream | None = None
-        self._returns: PredictionReturn | None = None
-        self._return_opened = trio.Event()
-        self._return_scope: trio.CancelScope | None = None
-        self._predictions: deque[PendingReply] = deque()
+        self.predictions = Predictions(context.hub, lambda reason: self.fail(LaneLost(reason)))
+        """What stage 0 is owed on this lane; unused on other stages."""
         self._owed: deque[PendingReply] = deque()
         self._failure: StageError | None = None
         self._ended = trio.Event()
@@ -129,18 +130,13 @@ class Lane:
         self.machine.fail()
         self.machine.retire()
         self._machine.close()
-        if self._returns is not None:
-            self._returns.close()
         self._ended.set()
-        for reply in [*self._owed, *self._predictions]:
+        for reply in self._owed:
             reply.fail(failure)
         self._owed.clear()
-        self._predictions.clear()
+        self.predictions.fail(failure)
         for scope in self._scopes:
             scope.cancel()
-        if self._return_scope is not None:
-            self._return_scope.cancel()
-        self._context.hub.forget(self)
 
     def check_alive(self) -> None:
         """Raise the lane's failure if it has ended: after any wait it may have, whatever was waited for."""
@@ -161,7 +157,7 @@ class Lane:
         """
         if self._downstream is not None:
             await self._downstream.wait_drained()
-        for place in [*self._owed, *self._predictions]:
+        for place in [*self._owed, *self.predictions.places]:
             await place.wait()
         self.check_alive()
 
@@ -216,7 +212,12 @@ class Lane:
         if message.kind is MessageKind.PREFILL_EMBD:
             await self._owe(Reply.ack())
         session = await self._ensure_session()
-        output = allocate(message.token_count * context.info.output_width * 4) if self._downstream else None
+        downstream = self._downstream
+        output = allocate(message.token_count * context.info.output_width * 4) if downstream else None
+        compute = await session.prepare(message, output)
+        frame = message if output is None else message.forwarded(context.stage_index, output)
+        place = PendingReply() if self._keeps_place(frame) else None
+        express = self._express(frame, place)
         with context.telemetry.span(
             names.STAGE_BINARY_LLAMA_DECODE,
             request_id=message.request_id,
@@ -224,42 +225,61 @@ class Lane:
             token_count=message.token_count,
             pos_start=message.pos_start,
         ):
-            token = await session.run(message, output)
-        if self._downstream is None:
-            if token is not None:
-                await self._predict(Reply.predicted_token(token))
-            elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
-                await self._owe(Reply.ack())
-            return
-        assert output is not None
-        await self._forward(self._downstream, message, output)
+            if express is not None:
+                await session.run(express.call(compute), express.finish)
+            else:
+                token = await session.run(compute)
+        if express is None and downstream is not None:
+            await self._forward(downstream, frame, place)
+        elif express is None:
+            await self._answer(message, token)
+        if place is not None:
+            await self._replies.put(place)
 
-    async def _forward(self, downstream: Downstream, message: Message, output: memoryview) -> None:
-        """Send a data message on with this stage's activation in place of its own."""
-        forwarded = message.forwarded(self._context.stage_index, output)
-        if message.kind is MessageKind.PREFILL_EMBD:
-            await downstream.send(forwarded, credit=True, on_ack=lambda _: None)
+    def _keeps_place(self, frame: Message) -> bool:
+        """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
+        if self._downstream is None or self._context.stage_index or not requires_predicted_reply(frame.kind):
+            return False
+        self.predictions.check_awaited(frame.kind)
+        return True
+
+    def _express(self, frame: Message, place: PendingReply | None) -> Express | None:
+        """The short way out for a decode frame, where there is one now. See :mod:`skippy.stage.express`."""
+        if not requires_predicted_reply(frame.kind):
+            return None
+        if self._downstream is not None:
+            reservation = self._downstream.reserve()
+            if reservation is None:
+                return None
+            # The header only refers to the activation, which the engine is about to compute.
+            buffers = encode_frame(frame, self._context.info.output_width)
+            if place is not None:
+                self.predictions.keep(frame.kind, place)
+            return Express(reservation, lambda _: buffers, self._fail_for)
+        reservation = self._return.reserve() if self._return is not None else None
+        return None if reservation is None else Express(reservation, prediction_frame, self._fail_for)
+
+    def _fail_for(self, error: Exception) -> None:
+        """End the lane for what went wrong on the engine's thread."""
+        self.fail(LaneLost(str(error)) if isinstance(error, LinkClosed) else RequestFailed(str(error)))
+
+    async def _answer(self, message: Message, token: int | None) -> None:
+        """The last stage's reply to a data message, where it owes one."""
+        if token is not None:
+            await self._predict(Reply.predicted_token(token))
         elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
-            await self._request(downstream, forwarded)
-        elif self._returns is not None:
-            await self._forward_predicting(downstream, forwarded, self._returns)
-        elif self._context.stage_index == 0:
-            raise RemoteProtocolError(f"{message.kind.name} before ConfigureGeneration")
+            await self._owe(Reply.ack())
+
+    async def _forward(self, downstream: Downstream, frame: Message, place: PendingReply | None) -> None:
+        """Send a data message on, the ordinary way."""
+        if frame.kind is MessageKind.PREFILL_EMBD:
+            await downstream.send(frame, credit=True, on_ack=lambda _: None)
+        elif frame.kind is MessageKind.DECODE_REPLAY_EMBD:
+            await self._request(downstream, frame)
+        elif place is not None:
+            await downstream.send(frame, on_queued=lambda: self.predictions.keep(frame.kind, place))
         else:
-            await downstream.send(forwarded)
-
-    async def _forward_predicting(
-        self, downstream: Downstream, message: Message, returns: PredictionReturn
-    ) -> None:
-        """Predictions come back to stage 0, so here and nowhere else a place is kept for them."""
-        place = PendingReply()
-
-        def on_queued() -> None:
-            returns.expect(message.kind)
-            self._predictions.append(place)
-
-        await downstream.send(message, on_queued=on_queued)
-        await self._replies.put(place)
+            await downstream.send(frame)
 
     async def _configure(self, message: Message) -> None:
         context = self._context
@@ -272,17 +292,8 @@ class Lane:
             await self._owe(Reply.ack())
             return
         if context.stage_index == 0:
-            self._await_return(message)
+            self.predictions.await_stream(message.request_id, message.session_id)
         await self._request(self._downstream, message)
-
-    def _await_return(self, message: Message) -> None:
-        """Let the lane's return stream serve this request: an open one at once, else the one to come."""
-        ids = (message.request_id, message.session_id)
-        if self._returns is None:
-            self._returns = PredictionReturn(*ids)
-            self._context.hub.expect(*ids, self)
-        elif self._returns.bound != ids:
-            self._returns.bind(*ids)
 
     async def _stop(self, message: Message) -> None:
         self._drop_session()
@@ -294,9 +305,7 @@ class Lane:
             await self._owe(Reply.ack())
             return
         await self.wait_settled()
-        if self._returns is not None and self._returns.bound is not None:
-            await self._return_opened.wait()
-            self._returns.release()
+        await self.predictions.release()
         await self._request(self._downstream, message, then=self._machine.stopped)
 
     async def _trim(self, message: Message) -> None:
@@ -371,20 +380,3 @@ class Lane:
         self._return = stream
         self._nursery.start_soon(self._guard, stream.write, link.close)
         self._nursery.start_soon(self._guard, stream.watch, link.close)
-
-    def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
-        """The lane's return stream is there; ``scope`` ends it. Part of :class:`ReturnTarget`."""
-        assert self._returns is not None
-        self._returns.opened(opening)
-        self._return_scope = scope
-        self._return_opened.set()
-
-    def deliver_prediction(self, reply: Reply) -> None:
-        """A predicted reply has come; it fills the oldest place kept for one. Part of ReturnTarget."""
-        assert self._returns is not None
-        self._returns.receive(reply)
-        self._predictions.popleft().set(reply)
-
-    def fail_return(self, reason: str) -> None:
-        """The lane's return stream is gone, and so is the lane. Part of ReturnTarget."""
-        self.fail(LaneLost(reason))

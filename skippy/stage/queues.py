@@ -56,6 +56,7 @@ class SendQueue(Generic[T]):
         self._capacity = max(1, capacity)
         self._items: deque[T] = deque()
         self._in_hand = False
+        self._held = False
         self._changed = trio.lowlevel.ParkingLot()
 
     async def wait_room(self) -> None:
@@ -66,8 +67,20 @@ class SendQueue(Generic[T]):
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing is in the getter's hands."""
-        return not self._items and not self._in_hand
+        """Nothing waits, nothing is in the getter's hands, and nobody holds the queue."""
+        return not self._items and not self._in_hand and not self._held
+
+    def hold(self) -> None:
+        """Keep the getter waiting until ``release``: an item is on its way past the queue, which is idle."""
+        assert self.idle, "held while in use"
+        self._held = True
+
+    def release(self, first: T | None) -> None:
+        """End a hold; ``first``, what is left of the held item, goes in front of everything put since."""
+        self._held = False
+        if first is not None:
+            self._items.appendleft(first)
+        self._changed.unpark_all()
 
     def put(self, item: T) -> None:
         assert len(self._items) < self._capacity, "put without room"
@@ -78,7 +91,7 @@ class SendQueue(Generic[T]):
         """The next item. The one returned before counts as done from here on."""
         self._in_hand = False
         self._changed.unpark_all()
-        while not self._items:
+        while self._held or not self._items:
             await self._changed.park()
         self._in_hand = True
         item = self._items.popleft()

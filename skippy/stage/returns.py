@@ -25,7 +25,7 @@ from skippy.protocol import (
 
 from .framing import receive_reply
 from .links import Link, LinkClosed
-from .writer import LinkWriter
+from .writer import LinkWriter, Reservation
 
 if TYPE_CHECKING:
     from .context import StageContext
@@ -107,6 +107,10 @@ class ReturnStream:
         data = encode_reply(reply)
         await self._writer.wait_room()
         self._writer.put([data])
+
+    def reserve(self) -> Reservation | None:
+        """As :meth:`LinkWriter.reserve`."""
+        return self._writer.reserve()
 
     async def watch(self) -> None:
         """Stage 0 never sends on this stream, so anything that can be received is its end."""

@@ -17,6 +17,7 @@ from skippy.telemetry import get_logger
 from .nurseries import open_hidden_nursery
 
 T = TypeVar("T")
+Finish = Callable[[Exception | None], None]
 
 _log = get_logger("skippy.stage")
 
@@ -28,11 +29,14 @@ class Runtime(abc.ABC):
     """Runs engine calls one at a time, in the order in which they were handed over."""
 
     @abc.abstractmethod
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], finish: Finish | None = None) -> T:
         """Queue ``call`` and wait for its result; its exception is raised here.
 
-        Cancellation: a call that has not begun never runs; one that has begun runs to its end in the
-        background and its result is dropped. Calls queued later still run after it.
+        With ``finish`` the call has effects that must not be lost: it always runs, and ``finish`` is called
+        in the event loop's thread right after it, with its exception or None, whether or not anyone waits.
+
+        Cancellation: a call without ``finish`` that has not begun never runs; any other runs to its end in
+        the background and its result is dropped. Calls queued later still run after it.
         """
 
     @abc.abstractmethod
@@ -44,13 +48,16 @@ class Runtime(abc.ABC):
 
 
 class _Job(Generic[T]):
-    __slots__ = ("call", "posted", "task")
+    __slots__ = ("always", "call", "finish", "task")
 
-    def __init__(self, call: Callable[[], T], task: trio.lowlevel.Task | None) -> None:
+    def __init__(
+        self, call: Callable[[], T], task: trio.lowlevel.Task | None, finish: Finish | None = None
+    ) -> None:
         self.call = call
         self.task = task
         """The task that waits; None once it has given up, or where nobody waits."""
-        self.posted = task is None
+        self.finish = finish
+        self.always = task is None or finish is not None
 
 
 class RuntimeThread(Runtime):
@@ -63,9 +70,10 @@ class RuntimeThread(Runtime):
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._token = trio.lowlevel.current_trio_token()
 
-    async def run(self, call: Callable[[], T]) -> T:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        job: _Job[T] = _Job(call, trio.lowlevel.current_task())
+    async def run(self, call: Callable[[], T], finish: Finish | None = None) -> T:
+        if finish is None:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        job: _Job[T] = _Job(call, trio.lowlevel.current_task(), finish)
         self._jobs.put(job)
 
         def give_up(_: Callable[[], object]) -> trio.lowlevel.Abort:
@@ -85,9 +93,9 @@ class RuntimeThread(Runtime):
     def work(self) -> None:
         """The thread's body."""
         while (job := self._jobs.get()) is not None:
-            if job.posted:
+            if job.always and job.finish is None:
                 _run_posted(job.call)
-            elif job.task is not None:
+            elif job.always or job.task is not None:
                 result = outcome.capture(job.call)
                 with contextlib.suppress(trio.RunFinishedError):
                     self._token.run_sync_soon(self._deliver, job, result)
@@ -96,9 +104,16 @@ class RuntimeThread(Runtime):
 
     @staticmethod
     def _deliver(job: _Job[Any], result: outcome.Outcome[Any]) -> None:
+        if job.finish is not None:
+            job.finish(_error_of(result))
         if job.task is not None:
             task, job.task = job.task, None
             trio.lowlevel.reschedule(task, result)
+
+
+def _error_of(result: outcome.Outcome[Any]) -> Exception | None:
+    error = result.error if isinstance(result, outcome.Error) else None
+    return error if isinstance(error, Exception) else None
 
 
 def _run_posted(call: Callable[[], object]) -> None:
@@ -111,9 +126,14 @@ def _run_posted(call: Callable[[], object]) -> None:
 class InlineRuntime(Runtime):
     """Runs engine calls on the event loop itself: for exact engines under a virtual clock."""
 
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], finish: Finish | None = None) -> T:
+        if finish is None:
+            await trio.lowlevel.checkpoint()
+            return call()
+        result: outcome.Outcome[T] = outcome.capture(call)
+        finish(_error_of(result))
         await trio.lowlevel.checkpoint()
-        return call()
+        return result.unwrap()
 
     def post(self, call: Callable[[], object]) -> None:
         _run_posted(call)

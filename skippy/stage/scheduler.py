@@ -11,7 +11,7 @@ import trio
 from skippy.engine import EngineInfo, StageEngine, Vocabulary
 
 from .errors import RequestFailed
-from .runtime import Runtime
+from .runtime import Finish, Runtime
 
 T = TypeVar("T")
 
@@ -62,10 +62,10 @@ class Scheduler:
         self._free.append(sequence)
         self._waiting.unpark()
 
-    async def run(self, call: Callable[[StageEngine], T]) -> T:
-        """Run ``call(engine)`` on the runtime. Cancellation: as :meth:`Runtime.run`."""
+    async def run(self, call: Callable[[StageEngine], T], finish: Finish | None = None) -> T:
+        """Run ``call(engine)`` on the runtime. ``finish`` and cancellation: as :meth:`Runtime.run`."""
         engine = self._engine
-        return await self._runtime.run(lambda: call(engine))
+        return await self._runtime.run(lambda: call(engine), finish)
 
     def post(self, call: Callable[[StageEngine], object]) -> None:
         """Queue ``call(engine)`` without waiting; it always runs."""

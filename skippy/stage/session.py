@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 
 from skippy.engine import EngineError, Sampler, Segment, StageEngine
@@ -16,7 +18,10 @@ from skippy.protocol import (
 )
 
 from .errors import RequestFailed, SettingsRefused
+from .runtime import Finish
 from .scheduler import Scheduler
+
+EngineCall = Callable[[StageEngine], int | None]
 
 
 @attrs.define(slots=True)
@@ -72,15 +77,16 @@ class StageSession:
         except (ValueError, EngineError) as exc:
             raise SettingsRefused(f"sampling settings refused: {exc}") from exc
 
-    async def run(self, message: Message, output: memoryview | None) -> int | None:
-        """Run a data message; ``output`` receives the boundary activation (non-last stages).
+    async def prepare(self, message: Message, output: memoryview | None) -> EngineCall:
+        """Accept a data message; returns the engine call that carries it out, for :meth:`run`.
 
-        Returns the predicted token where this is the last stage and the kind asks for one. The activation
-        of the message and ``output`` are in use until this returns or, if cancelled, until the call ends.
+        The call gives the predicted token where this is the last stage and the kind asks for one, else None,
+        and fills ``output`` with the boundary activation (non-last stages). It must be run, or the session
+        dropped: from here on the session counts its positions.
 
         Raises:
             RemoteProtocolError: the message does not fit the session (stale, gap, counts that disagree).
-            RequestFailed: the engine refused or failed.
+            SettingsRefused: the message brings sampling settings that the engine refuses.
         """
         action = self._machine.accept(message)
         if action.verb is Verb.STALE:
@@ -118,10 +124,18 @@ class StageSession:
             assert native.sampler is not None
             return native.sampler.sample(engine.logits(0), step)
 
+        return call
+
+    async def run(self, call: EngineCall, finish: Finish | None = None) -> int | None:
+        """Run what :meth:`prepare` gave. ``finish`` and cancellation: as :meth:`Runtime.run`.
+
+        The message's activation and the output are in use until this returns or, if cancelled, until the
+        call ends. Raises RequestFailed when the engine refuses or fails.
+        """
         try:
-            return await self._scheduler.run(call)
+            return await self._scheduler.run(call, finish)
         except (ValueError, EngineError) as exc:
-            raise RequestFailed(f"{message.kind.name} at position {segment.position} failed: {exc}") from exc
+            raise RequestFailed(str(exc)) from exc
 
     async def trim(self, message: Message) -> None:
         """Shorten the session as a TrimSession asks (no effect where it is shorter already)."""

@@ -23,6 +23,7 @@ from .lane import Lane
 from .links import Link, LinkClosed
 from .nurseries import leaves
 from .queues import PendingReply
+from .turns import take_turns
 
 MAX_QUEUED_REPLIES = 64
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
@@ -108,42 +109,29 @@ async def _end_with_lane(lane: Lane) -> None:
 async def _execute(
     context: StageContext, link: Link, lane: Lane, decoder: MessageDecoder, first: Message
 ) -> None:
-    """Read ahead into a bounded channel, execute in order; returns at the end of the peer's stream.
+    """Read ahead, within bounds, and execute in order; returns at the end of the peer's stream.
 
     An end of stream while a request is live drops what was read ahead and raises LinkClosed.
     """
     frames = context.options.max_inflight
     if context.max_activation_bytes:
         frames = max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
-    send, receive_channel = trio.open_memory_channel[Message](math.ceil(frames))
+    live = first.kind is not MessageKind.STOP
 
-    async def read_ahead() -> None:
-        live = first.kind is not MessageKind.STOP
-        async with send:
-            while True:
-                with context.telemetry.span(
-                    names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer
-                ) as span:
-                    message = await receive_message(link, decoder)
-                    if message is None and live:
-                        # Nobody wants the rest, and the executor may be waiting for a stalled downstream.
-                        raise LinkClosed(f"{link.peer} closed the connection while a request was live")
-                    if message is None:
-                        return
-                    span["message_kind"] = message.kind.name
-                    span["activation_bytes"] = len(message.activation)
-                    live = message.kind is not MessageKind.STOP
-                try:
-                    send.send_nowait(message)  # saves a task switch where the executor is waiting
-                except trio.WouldBlock:
-                    await send.send(message)
+    async def read() -> Message | None:
+        nonlocal live
+        with context.telemetry.span(names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer) as span:
+            message = await receive_message(link, decoder)
+            if message is not None:
+                span["message_kind"] = message.kind.name
+                span["activation_bytes"] = len(message.activation)
+                live = message.kind is not MessageKind.STOP
+            elif live:
+                # Nobody wants the rest, and the lane may be waiting for a stalled downstream.
+                raise LinkClosed(f"{link.peer} closed the connection while a request was live")
+        return message
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(read_ahead)
-        await lane.handle(first)
-        async for message in receive_channel:
-            await lane.handle(message)
-        nursery.cancel_scope.cancel()
+    await take_turns(read, lane.handle, first=first, ahead=frames)
 
 
 class _ReplyChannel:

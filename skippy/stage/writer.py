@@ -10,6 +10,25 @@ from .links import Link
 from .queues import SendQueue
 
 
+class Reservation:
+    """One frame that may leave from another thread, ahead of all that is put after it."""
+
+    __slots__ = ("_link", "_queue", "_rest")
+
+    def __init__(self, link: Link, queue: SendQueue[Sequence[Buffer]]) -> None:
+        self._link = link
+        self._queue = queue
+        self._rest: Sequence[Buffer] = ()
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Hand the frame to the system; at most once, from any thread. Raises LinkClosed."""
+        self._rest = self._link.send_nowait(buffers)
+
+    def release(self) -> None:
+        """Let the writer go on, with what the system did not take first. In the event loop's thread."""
+        self._queue.release(self._rest or None)
+
+
 class LinkWriter:
     """Sends whole frames on a link for one other task, which is never in the middle of a send.
 
@@ -36,6 +55,16 @@ class LinkWriter:
         rest = self._link.send_nowait(buffers) if self._queue.idle else buffers
         if rest:
             self._queue.put(rest)
+
+    def reserve(self) -> Reservation | None:
+        """The right to send the next frame from another thread; None while the link is busy or cannot.
+
+        Frames put meanwhile wait behind it. The reservation must be released.
+        """
+        if not (self._queue.idle and self._link.sends_from_any_thread):
+            return None
+        self._queue.hold()
+        return Reservation(self._link, self._queue)
 
     async def wait_flushed(self) -> None:
         """Wait until every frame has been handed to the system."""

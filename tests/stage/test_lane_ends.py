@@ -92,8 +92,8 @@ async def test_a_lane_that_ends_with_the_last_reply_it_owed(autojump_clock: trio
         pool = LanePool(peer.stage, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
         pooled, _ = await leave_with_owed_prediction(peer, pool)
-        pooled.lane.deliver_prediction(Reply.predicted_token(65))
-        pooled.lane.fail_return("gone")
+        pooled.lane.predictions.deliver_prediction(Reply.predicted_token(65))
+        pooled.lane.predictions.fail_return("gone")
         await check_serves(peer, pool)
         nursery.cancel_scope.cancel()
 
@@ -106,7 +106,7 @@ async def test_a_lane_that_ends_with_the_acknowledgement_of_stop(
         pool = LanePool(peer.stage, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
         pooled, lane = await leave_with_owed_prediction(peer, pool)
-        pooled.lane.deliver_prediction(Reply.predicted_token(65))
+        pooled.lane.predictions.deliver_prediction(Reply.predicted_token(65))
         transport.on_data = lambda: pooled.lane.fail(LaneLost("gone"))
         await lane.stop()
         transport.on_data = lambda: None

@@ -29,6 +29,11 @@ class Link(abc.ABC):
     async def send(self, buffers: Sequence[Buffer]) -> None:
         """Send all bytes of all buffers, in order, without joining them. Raises LinkClosed."""
 
+    @property
+    def sends_from_any_thread(self) -> bool:
+        """Whether ``send_nowait`` may be called in another thread, also while the link closes."""
+        return False
+
     @abc.abstractmethod
     def send_nowait(self, buffers: Sequence[Buffer]) -> list[memoryview]:
         """Hand over what the system takes at once; returns the rest, in order, which may be everything.

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
 
 import trio
@@ -34,6 +35,7 @@ class TcpLink(Link):
     def __init__(self, sock: trio.socket.SocketType, peer: str) -> None:
         self._socket = sock
         self._peer = peer
+        self._closing = threading.Lock()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
@@ -51,11 +53,17 @@ class TcpLink(Link):
         except (OSError, trio.ClosedResourceError) as exc:
             raise LinkClosed(f"sending to {self._peer} failed: {_reason(exc)}") from exc
 
+    @property
+    def sends_from_any_thread(self) -> bool:
+        return True
+
     def send_nowait(self, buffers: Sequence[Buffer]) -> list[memoryview]:
         views = _views(buffers)
         try:
-            # The socket is non-blocking, and trio has no call that tries once without a checkpoint.
-            sent = os.writev(self._socket.fileno(), views)
+            # The socket is non-blocking, and trio has no call that tries once without a checkpoint. The lock
+            # keeps the descriptor ours until the call is over: a number closed meanwhile may be another link.
+            with self._closing:
+                sent = os.writev(self._socket.fileno(), views)
         except BlockingIOError:
             return views
         except OSError as exc:
@@ -70,7 +78,8 @@ class TcpLink(Link):
             raise LinkClosed(f"receiving from {self._peer} failed: {_reason(exc)}") from exc
 
     def close(self) -> None:
-        self._socket.close()
+        with self._closing:
+            self._socket.close()
 
 
 class TcpListener(Listener):

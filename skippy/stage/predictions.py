@@ -1,0 +1,87 @@
+"""Stage 0's side of one lane's predictions: which are owed, and the return stream that brings them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import trio
+
+from skippy.protocol import Message, MessageKind, PredictionReturn, RemoteProtocolError, Reply
+
+from .errors import StageError
+from .queues import PendingReply
+from .returns import ReturnHub
+
+
+class Predictions:
+    """Places for owed predictions, filled in order. The :class:`ReturnTarget` of its lane.
+
+    Args:
+        on_lost: told why, when the return stream ends.
+    """
+
+    def __init__(self, hub: ReturnHub, on_lost: Callable[[str], None]) -> None:
+        self._hub = hub
+        self._on_lost = on_lost
+        self._stream: PredictionReturn | None = None
+        self._opened = trio.Event()
+        self._scope: trio.CancelScope | None = None
+        self._places: deque[PendingReply] = deque()
+
+    @property
+    def places(self) -> Iterator[PendingReply]:
+        """What is owed now, oldest first."""
+        return iter(tuple(self._places))
+
+    def await_stream(self, request_id: int, session_id: int) -> None:
+        """Let the lane's return stream serve this request: an open one at once, else the one to come."""
+        if self._stream is None:
+            self._stream = PredictionReturn(request_id, session_id)
+            self._hub.expect(request_id, session_id, self)
+        elif self._stream.bound != (request_id, session_id):
+            self._stream.bind(request_id, session_id)
+
+    def check_awaited(self, kind: MessageKind) -> None:
+        """RemoteProtocolError when no stream was made ready for a frame that asks for a prediction."""
+        if self._stream is None:
+            raise RemoteProtocolError(f"{kind.name} before ConfigureGeneration")
+
+    def keep(self, kind: MessageKind, place: PendingReply) -> None:
+        """A frame of ``kind`` is on its way down; its prediction goes to ``place``."""
+        assert self._stream is not None
+        self._stream.expect(kind)
+        self._places.append(place)
+
+    async def release(self) -> None:
+        """The request has ended with nothing owed; waits for a stream that is still to come."""
+        if self._stream is not None and self._stream.bound is not None:
+            await self._opened.wait()
+            self._stream.release()
+
+    def fail(self, failure: StageError) -> None:
+        """The lane has ended, and with it its stream. Never waits."""
+        for place in self._places:
+            place.fail(failure)
+        self._places.clear()
+        if self._stream is not None:
+            self._stream.close()
+        if self._scope is not None:
+            self._scope.cancel()
+        self._hub.forget(self)
+
+    # -- as ReturnTarget -------------------------------------------------------------------------------
+
+    def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
+        assert self._stream is not None
+        self._stream.opened(opening)
+        self._scope = scope
+        self._opened.set()
+
+    def deliver_prediction(self, reply: Reply) -> None:
+        assert self._stream is not None
+        self._stream.receive(reply)
+        self._places.popleft().set(reply)
+
+    def fail_return(self, reason: str) -> None:
+        self._on_lost(reason)
