@@ -29,6 +29,7 @@ from skippy.config import (
     StageOptions,
     StageTopology,
     check_against_topology,
+    check_links,
 )
 from skippy.engine import EngineOptions, ModelLoadError, StageEngine
 from skippy.frontend.app import create_app
@@ -38,7 +39,7 @@ from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice
 from skippy.stage import Stage, StageStartError, open_stage as _open_stage
-from skippy.stage.links import MemoryTransport, TcpTransport, Transport
+from skippy.stage.links import MemoryTransport, TcpTransport, TlsFiles, Transport
 from skippy.stage.nurseries import open_hidden_nursery
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, get_logger, names
 
@@ -74,15 +75,16 @@ async def open_stage(
     Args:
         engine_factory: makes the engine, on the engine's own thread; default: llama.cpp on the layers of
             ``config.model_path``, cut out first if they are not in the cache yet.
-        transport: how stages reach each other; TCP by default.
-        listen_socket: an already listening TCP socket to use instead of binding ``config.bind_addr``.
+        transport: how stages reach each other; by default as the scheme of each endpoint says.
+        listen_socket: an already listening TCP socket to use instead of binding ``config.bind_addr``, whose
+            scheme still says what is spoken on it.
         progress: called from worker threads as (what, bytes done, bytes in all) while a slice is made
             (``"hash"``, ``"wait"``, ``"write"``) and loaded (``"load"``).
         inline: run the engine on the event loop; for tiny exact engines under a virtual clock.
 
     Raises:
-        ConfigError: configuration and topology contradict each other, or a key asks for a feature of the
-            model that is not used yet.
+        ConfigError: configuration and topology contradict each other, a key asks for a feature of the model
+            that is not used yet, or the TLS files and the endpoints do not fit.
         ModelError, ModelLoadError: the model cannot be read, cut or loaded.
         StageStartError: a neighbour is missing, or the model part is not the configured one.
         OSError: the address cannot be bound.
@@ -93,6 +95,9 @@ async def open_stage(
     """
     if topology is not None:
         check_against_topology(config, topology)
+    options = options or StageOptions()
+    check_links(config, topology, options)
+    TlsFiles.of(options).check()  # before a slice is cut, which may take minutes
     stopped = threading.Event()
     if engine_factory is not None:
         make_engine = functools.partial(engine_factory, config)
@@ -105,7 +110,7 @@ async def open_stage(
         async with _open_stage(
             config,
             topology,
-            options or StageOptions(),
+            options,
             make_engine,
             transport=transport,
             listen_socket=listen_socket,

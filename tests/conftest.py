@@ -9,6 +9,12 @@ import pytest
 
 from skippy.cli.demo import find_model
 from skippy.cli.errors import SettingError
+from tests.support.certificates import Certificates
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="session")

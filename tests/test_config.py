@@ -365,7 +365,8 @@ class TestEndpoint:
     @pytest.mark.parametrize(
         "text",
         ["", "host", ":80", "host:", "host:x", "host:0", "host:70000", "host:-1", "host:8٠", "::1:80",
-         "[::1]", "[x]:80", "http://host:80", "a b:80", "host/x:80", "u@host:80"],
+         "[::1]", "[x]:80", "http://host:80", "a b:80", "host/x:80", "u@host:80",
+         "tls://tcp://host:80", "://host:80", "ws://host:80/path"],
     )  # fmt: skip
     def test_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match=r"^where: "):
@@ -391,6 +392,10 @@ class TestOptions:
             ({"telemetry_queue_capacity": 0}, "telemetry_queue_capacity: is 0"),
             ({"link_token": ""}, "link_token: has 0 bytes"),
             ({"link_token": "é" * 33}, "link_token: has 66 bytes"),
+            (
+                {"downstream_wire_stall_probability": 2},
+                "downstream_wire_stall_probability: is 2, must be",
+            ),
         ],
     )
     def test_stage_options_refused(self, settings: dict[str, Any], text: str) -> None:
@@ -402,6 +407,7 @@ class TestOptions:
         ("settings", "text"),
         [
             ({"bind_addr": "9337"}, "bind_addr: '9337' is not an endpoint"),
+            ({"bind_addr": "tls://127.0.0.1:1"}, "bind_addr: 'tls://127.0.0.1:1' has scheme tls://"),
             ({"model_id": ""}, "model_id: must not be empty"),
             ({"default_max_tokens": 0}, "default_max_tokens: is 0"),
             ({"generation_concurrency": 0}, "generation_concurrency: is 0"),

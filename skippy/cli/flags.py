@@ -108,6 +108,31 @@ link_token_option = click.option(
     metavar="FILE",
     help="File with the secret that the stages of a chain show each other (1 to 64 bytes, one line).",
 )
+
+
+def _tls_file(name: str, text: str) -> Callable[[F], F]:
+    return click.option(f"--tls-{name}", type=click.Path(), metavar="FILE", help=text)
+
+
+def _wire(name: str, unit: str, default: float | None, text: str) -> Callable[[F], F]:
+    return click.option(
+        f"--downstream-wire-{name}", type=float, default=default, metavar=unit, help=text, show_default=True
+    )
+
+
+link_security_options = combine(
+    link_token_option,
+    _tls_file("cert", "This stage's certificate (PEM), for tls:// and wss:// endpoints."),
+    _tls_file("key", "The certificate's key (PEM), without a password."),
+    _tls_file("ca", "The CA (PEM) of the chain's certificates; peers must show one of it."),
+)
+wire_options = combine(
+    _wire("delay-ms", "MS", 0, "Test aid: hold each frame for the next stage this long."),
+    _wire("mbps", "MBPS", None, "Test aid: limit of the wire to the next stage, in 10^6 bits per second."),
+    _wire("jitter-ms", "MS", 0, "Test aid: mean of an exponential delay of each frame, on top."),
+    _wire("stall-ms", "MS", 0, "Test aid: how long the wire stands still when it stalls."),
+    _wire("stall-probability", "P", 0, "Test aid: how likely a stall is before each frame."),
+)
 link_options = combine(
     click.option(
         "--max-inflight",
@@ -135,10 +160,9 @@ link_options = combine(
         is_flag=True,
         help="Wait until each frame is written; both given means on.",
     ),
-    off("--downstream-wire-delay-ms", "slowing a link down is", off_value=0),
-    off("--downstream-wire-mbps", "slowing a link down is"),
+    wire_options,
     connect_timeout_option,
-    link_token_option,
+    link_security_options,
 )
 
 
@@ -247,8 +271,13 @@ def stage_options(
     async_off: bool = False,
     downstream_connect_timeout_secs: int = 60,
     link_token_file: Path | None = None,
+    **links: Any,
 ) -> StageOptions:
-    """StageOptions from the values of :data:`link_options` and :data:`telemetry_options`."""
+    """StageOptions from the values of :data:`link_options` and :data:`telemetry_options`.
+
+    Args:
+        links: values of options that are called as they are there.
+    """
     return StageOptions(
         max_inflight=max_inflight,
         reply_credit_limit=reply_credit_limit,
@@ -257,6 +286,7 @@ def stage_options(
         link_token=read_link_token(link_token_file),
         telemetry_level=telemetry_level,
         telemetry_queue_capacity=telemetry_queue_capacity,
+        **links,
     )
 
 

@@ -24,7 +24,15 @@ from .serve import Terminal, refuse_environment
 from .serving import run_until_signal, serve_one
 from .sockets import url_host
 
-STAGE_ONLY = ("topology_path", "openai_bind_addr", "downstream_connect_timeout_secs", "link_token_file")
+STAGE_ONLY = (
+    "topology_path",
+    "openai_bind_addr",
+    "downstream_connect_timeout_secs",
+    "link_token_file",
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
+)
 DEMO_ONLY = ("model", "model_id", "stages", "splits", "bind", "ctx_size", "lane_count", "threads", "verbose")
 
 
@@ -53,7 +61,7 @@ DEMO_ONLY = ("model", "model_id", "stages", "splits", "bind", "ctx_size", "lane_
     "--openai-bind-addr", metavar="HOST:PORT", help="With --config of a stage 0: also serve OpenAI here."
 )
 @flags.connect_timeout_option
-@flags.link_token_option
+@flags.link_security_options
 @click.option("--telemetry-level", type=click.Choice(["off", "summary", "debug"]), help="How much is logged.")
 @click.pass_context
 def run(context: click.Context, /, config_path: Path | None, **values: Any) -> None:

@@ -100,7 +100,7 @@ def serve_binary(
     help="How long to try to reach the stage after this one.",
 )
 @flags.off("--openai-guardrails", "guardrails are", off_value="off")
-@flags.link_token_option
+@flags.link_security_options
 @flags.telemetry_options
 def serve_openai(
     config_path: Path | None,

@@ -7,7 +7,8 @@ A leaf: anyone may import it, it imports nothing of skippy.
 from .endpoint import Endpoint
 from .errors import ConfigError
 from .files import load_stage_config, load_topology, stage_config_from_json, topology_from_json
-from .options import OpenAIOptions, StageOptions
+from .links import check_links
+from .options import OpenAIOptions, StageOptions, WireConditions
 from .stage import PeerConfig, StageConfig
 from .structure import from_json_value, to_json_value
 from .topology import StagePlacement, StageTopology, check_against_topology
@@ -21,7 +22,9 @@ __all__ = [
     "StageOptions",
     "StagePlacement",
     "StageTopology",
+    "WireConditions",
     "check_against_topology",
+    "check_links",
     "from_json_value",
     "load_stage_config",
     "load_topology",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import attrs
@@ -11,6 +12,19 @@ from .fields import key, require, require_range, require_text
 from .stage import I32_MAX
 
 MAX_LINK_TOKEN_BYTES = 64
+MAX_WIRE_MS = 3_600_000
+"""Longest that any part of a conditioned wire may hold a frame: one hour."""
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class WireConditions:
+    """How much worse than the real one the wire to the next stage is. Checked by :class:`StageOptions`."""
+
+    delay_ms: float = 0.0
+    mbps: float | None = None
+    jitter_ms: float = 0.0
+    stall_ms: float = 0.0
+    stall_probability: float = 0.0
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -39,6 +53,33 @@ class StageOptions:
         default=None,
         repr=False,
     )
+    tls_cert: str | None = key(
+        "PEM file with this stage's certificate and what links it to its CA; for `tls://` and `wss://`.",
+        default=None,
+    )
+    tls_key: str | None = key("PEM file with the key of tls_cert, without a password.", default=None)
+    tls_ca: str | None = key(
+        "PEM file with the CA that signs the chain's certificates. With it, who connects must show a "
+        "certificate of it; null: anyone may, and the stages dialled are checked against the system's CAs.",
+        default=None,
+    )
+    downstream_wire_delay_ms: float = key(
+        "Test aid: hold each frame for the next stage this long; frames behind each other overlap.",
+        default=0.0,
+    )
+    downstream_wire_mbps: float | None = key(
+        "Test aid: send no faster to the next stage than this, in 10^6 bits per second; null: no limit.",
+        default=None,
+    )
+    downstream_wire_jitter_ms: float = key(
+        "Test aid: mean of an exponentially distributed delay of each frame, on top.", default=0.0
+    )
+    downstream_wire_stall_ms: float = key(
+        "Test aid: how long the wire to the next stage stands still when it stalls.", default=0.0
+    )
+    downstream_wire_stall_probability: float = key(
+        "Test aid: how likely a stall is before each frame, 0 to 1.", default=0.0
+    )
     telemetry_level: Literal["off", "summary", "debug"] = key(
         "How much the commands record; a host hands its own Telemetry to open_stage.", default="summary"
     )
@@ -53,6 +94,44 @@ class StageOptions:
         if self.link_token is not None:
             size = len(self.link_token.encode())
             require(1 <= size <= MAX_LINK_TOKEN_BYTES, f"link_token: has {size} bytes, must have 1 to 64")
+        require_text(self, "tls_cert", "tls_key", "tls_ca")
+        for given, missing in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            require(
+                getattr(self, given) is None or getattr(self, missing) is not None,
+                f"{missing}: is missing; {given} needs it",
+            )
+        self._check_wire()
+
+    def _check_wire(self) -> None:
+        for part in ("delay", "jitter", "stall"):
+            name = f"downstream_wire_{part}_ms"
+            value = getattr(self, name)
+            require(0 <= value <= MAX_WIRE_MS, f"{name}: is {value:g}, must be 0 to {MAX_WIRE_MS}")
+        mbps = self.downstream_wire_mbps
+        require(
+            mbps is None or (mbps > 0 and math.isfinite(mbps)),
+            f"downstream_wire_mbps: is {mbps}, must be above 0 and finite",
+        )
+        probability = self.downstream_wire_stall_probability
+        require(
+            0 <= probability <= 1, f"downstream_wire_stall_probability: is {probability:g}, must be 0 to 1"
+        )
+        require(
+            (probability > 0) == (self.downstream_wire_stall_ms > 0),
+            "downstream_wire_stall_probability: a stall needs a length and a probability, both above 0",
+        )
+
+    @property
+    def wire_conditions(self) -> WireConditions | None:
+        """What is asked of the wire to the next stage; None when nothing is."""
+        conditions = WireConditions(
+            delay_ms=self.downstream_wire_delay_ms,
+            mbps=self.downstream_wire_mbps,
+            jitter_ms=self.downstream_wire_jitter_ms,
+            stall_ms=self.downstream_wire_stall_ms,
+            stall_probability=self.downstream_wire_stall_probability,
+        )
+        return None if conditions == WireConditions() else conditions
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -68,10 +147,10 @@ class OpenAIOptions:
     prefill_chunk_size: int = key("Prompt tokens per chunk.", default=256)
 
     def __attrs_post_init__(self) -> None:
-        Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
+        _ = self.bind_endpoint
         require_text(self, "model_id")
         require_range(self, 1, I32_MAX, "default_max_tokens", "generation_concurrency", "prefill_chunk_size")
 
     @property
     def bind_endpoint(self) -> Endpoint:
-        return Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
+        return Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True, schemes=("tcp",))

@@ -24,7 +24,9 @@ class PeerConfig:
 
     stage_id: str = key("The peer's stage_id.")
     stage_index: int = key("The peer's stage_index.")
-    endpoint: str = key("Where the peer listens: `host:port` or `tcp://host:port`.")
+    endpoint: str = key(
+        "Where the peer listens: `host:port` (TCP), or with `tls://`, `ws://` or `wss://` in front."
+    )
 
     def __attrs_post_init__(self) -> None:
         require_text(self, "stage_id")
@@ -52,7 +54,8 @@ class StageConfig:
         "or load it as it is if it is a slice of exactly these layers."
     )
     bind_addr: str = key(
-        "Where this stage listens: `host:port`, port 0 for any. Unless it is `0.0.0.0` or `[::]`, "
+        "Where this stage listens: `host:port` (TCP), or with `tls://`, `ws://` or `wss://` in front; port 0 "
+        "for any. Unless the host is `0.0.0.0` or `[::]`, "
         "connections to other stages leave from this address too."
     )
     model_path: str | None = key(

@@ -17,7 +17,9 @@ class StagePlacement:
     stage_id: str = key("Names the stage; unique.")
     stage_index: int = key("Position in the chain, from 0 without gaps.")
     host: str | None = key("The machine, for people to read.", default=None)
-    endpoint: str = key("Where the stage listens: `host:port` or `tcp://host:port`.")
+    endpoint: str = key(
+        "Where the stage listens: `host:port` (TCP), or with `tls://`, `ws://` or `wss://` in front."
+    )
     layer_start: int = key("First layer; where the stage before ends.")
     layer_end: int = key("One after the last layer.")
     load_mode: str = key("As in the stage's own file.")

@@ -13,6 +13,7 @@ from skippy.telemetry import Telemetry, get_logger
 
 from .errors import StageStartError
 from .links import Transport
+from .memory import FrameBudget
 from .returns import ReturnHub
 from .scheduler import Scheduler
 
@@ -32,8 +33,11 @@ class StageContext:
     """Shared, read-only parts of one running stage.
 
     Attributes:
+        transport: to dial stage 0 for a return stream.
+        downstream_transport: to dial the next stage; conditioned where the options say so.
         downstream: endpoint of the next stage; None on the last one.
         return_endpoint: where the last stage finds stage 0; None on every other stage and in a chain of one.
+        frame_budget: memory for received frames, shared by all connections.
         max_activation_bytes: largest activation one frame may carry into this stage.
         connection_numbers: a number for each lane, for messages and telemetry.
     """
@@ -42,11 +46,13 @@ class StageContext:
     options: StageOptions
     scheduler: Scheduler
     transport: Transport
+    downstream_transport: Transport
     telemetry: Telemetry
     hub: ReturnHub
     downstream: Endpoint | None
     return_endpoint: Endpoint | None
     max_activation_bytes: int
+    frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
 
     @property

@@ -65,6 +65,7 @@ async def _become_ready(link: Link, token: bytes | None) -> None:
     """The dialer's half of the handshake; closes the link if it fails."""
     handshake = DialerHandshake(token)
     try:
+        await link.handshake()
         await link.send([handshake.data_to_send()])
         # Exactly the ready word and no more: what follows belongs to the reply decoder.
         ready = bytearray(len(READY_WORD))

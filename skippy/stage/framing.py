@@ -1,42 +1,82 @@
-"""Between a link and a decoder: receive exactly where the decoder wants the bytes."""
+"""Between a link and a decoder: receive exactly where the decoder wants the bytes, and not for ever."""
 
 from __future__ import annotations
 
+import math
+from typing import Protocol
+
 import numpy as np
+import trio
 
 from skippy.protocol import Message, MessageDecoder, Reply, ReplyDecoder
 
-from .links import Link
+from .links import Link, LinkClosed
+
+FRAME_SECS = 60.0
+"""How long a frame may take from its first byte to its last. A link may be silent for as long as it likes,
+but not inside a frame."""
 
 
-async def receive_message(link: Link, decoder: MessageDecoder) -> Message | None:
+class Memory(Protocol):
+    """Who decides when there is room for what a peer announces, :class:`skippy.stage.memory.FrameMemory`."""
+
+    async def wait(self) -> None: ...
+
+
+async def receive_message(
+    link: Link, decoder: MessageDecoder, memory: Memory | None = None
+) -> Message | None:
     """The next whole message; None when the stream ended between frames.
 
     Raises RemoteProtocolError for bytes that break a rule or an end inside a frame, LinkClosed for a dead
-    link.
+    link, or one that stays silent inside a frame.
     Cancellation loses nothing: bytes received so far stay in the decoder.
     """
+    deadline = math.inf
     while (message := decoder.next_message()) is None:
-        if not await _receive_some(link, decoder):
+        received = await _receive_some(link, decoder, deadline, memory)
+        if received is None:
             return None
+        deadline = received
+    if memory is not None:
+        await memory.wait()
     return message
 
 
 async def receive_reply(link: Link, decoder: ReplyDecoder) -> Reply | None:
     """The next whole reply; everything else as :func:`receive_message`."""
+    deadline = math.inf
     while (reply := decoder.next_reply()) is None:
-        if not await _receive_some(link, decoder):
+        received = await _receive_some(link, decoder, deadline, None)
+        if received is None:
             return None
+        deadline = received
     return reply
 
 
-async def _receive_some(link: Link, decoder: MessageDecoder | ReplyDecoder) -> bool:
-    count = await link.receive_into(decoder.get_buffer())
+async def _receive_some(
+    link: Link, decoder: MessageDecoder | ReplyDecoder, deadline: float, memory: Memory | None
+) -> float | None:
+    """Receive once; returns the deadline of the frame that has begun, None at the end of the stream."""
+    if decoder.at_boundary:
+        deadline = math.inf
+        count = await link.receive_into(decoder.get_buffer())
+    else:
+        if deadline == math.inf:
+            deadline = trio.current_time() + FRAME_SECS
+        if memory is not None:
+            before = trio.current_time()
+            await memory.wait()
+            deadline += trio.current_time() - before  # our own shortage is not the peer's delay
+        with trio.CancelScope(deadline=deadline) as scope:
+            count = await link.receive_into(decoder.get_buffer())
+        if scope.cancelled_caught:
+            raise LinkClosed(f"{link.peer} did not finish a frame within {FRAME_SECS:g} s")
     if count == 0:
         decoder.receive_eof()
-        return False
+        return None
     decoder.buffer_updated(count)
-    return True
+    return deadline
 
 
 def allocate(size: int) -> memoryview:

@@ -101,7 +101,7 @@ class Lane:
         if context.downstream is None:
             return None
         return await dial_stage(
-            context.transport,
+            context.downstream_transport,
             context.downstream,
             token=context.token,
             source_host=context.source_host,

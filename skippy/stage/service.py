@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable
 
 import trio
 
-from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology
+from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology, check_links
+from skippy.config.links import TLS_SCHEMES
 from skippy.engine import EngineInfo, StageEngine, Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .context import StageContext, find_neighbours, log
 from .errors import StageStartError
-from .links import Link, LinkClosed, Listener, TcpTransport, Transport
+from .links import Link, LinkClosed, Listener, StageLinks, Transport, open_links
 from .nurseries import open_hidden_nursery
 from .returns import ReturnHub
 from .runtime import InlineRuntime, Runtime, open_runtime_thread
@@ -67,7 +68,7 @@ async def open_stage(
 
     Args:
         make_engine: called on the runtime thread; its errors are raised from here.
-        transport: links to listen and connect with; TCP by default.
+        transport: links to listen and connect with; default: of the scheme of each endpoint.
         listen_socket: an already listening TCP socket to use instead of binding ``bind_addr``.
         inline: run the engine on the event loop (exact engines under a virtual clock).
 
@@ -77,54 +78,70 @@ async def open_stage(
 
     Leaving the block, or a cancelled one, closes every connection and frees the engine.
     """
-    transport = transport or TcpTransport()
-    listener = await _listen(config, transport, listen_socket)
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            runtime: Runtime = (
-                InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
-            )
-            telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
-            scheduler = await stack.enter_async_context(open_scheduler(make_engine, runtime))
-            stack.callback(telemetry.emit, names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
-            telemetry.emit(
-                names.STAGE_SCHEDULER_START,
-                policy="fifo",
-                max_active_sequences=scheduler.info.max_sequences,
-            )
-            context = _make_context(config, topology, options, scheduler, transport, telemetry)
-            stage = Stage(context, listener.endpoint)
-            telemetry.emit(
-                names.STAGE_BINARY_SERVER_START,
-                stage_id=config.stage_id,
-                bind_addr=str(listener.endpoint),
-                layer_start=config.layer_start,
-                layer_end=config.layer_end,
-            )
-            nursery = await stack.enter_async_context(open_hidden_nursery())
-            # Connections outlive a cancelled block by what it still does: the endpoint in it ends its
-            # requests with a word about the shutdown, not about a lost stage.
-            scope = trio.CancelScope(shield=True)
+    check_links(config, topology, options)
+    async with contextlib.AsyncExitStack() as stack:
+        links = await stack.enter_async_context(open_links(options, transport))
+        listener = await _listen(config, links.transport, listen_socket)
+        stack.callback(listener.close)
+        _warn_if_open(listener.endpoint, options)
+        runtime: Runtime = (
+            InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
+        )
+        telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
+        scheduler = await stack.enter_async_context(open_scheduler(make_engine, runtime))
+        stack.callback(telemetry.emit, names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
+        telemetry.emit(
+            names.STAGE_SCHEDULER_START,
+            policy="fifo",
+            max_active_sequences=scheduler.info.max_sequences,
+        )
+        context = _make_context(config, topology, options, scheduler, links, telemetry)
+        stage = Stage(context, listener.endpoint)
+        telemetry.emit(
+            names.STAGE_BINARY_SERVER_START,
+            stage_id=config.stage_id,
+            bind_addr=str(listener.endpoint),
+            layer_start=config.layer_start,
+            layer_end=config.layer_end,
+        )
+        nursery = await stack.enter_async_context(open_hidden_nursery())
+        # Connections outlive a cancelled block by what it still does: the endpoint in it ends its
+        # requests with a word about the shutdown, not about a lost stage.
+        scope = trio.CancelScope(shield=True)
 
-            async def accept() -> None:
-                with scope:
-                    await _accept(context, listener)
+        async def accept() -> None:
+            with scope:
+                await _accept(context, listener)
 
-            nursery.start_soon(accept)
-            try:
-                yield stage
-            finally:
-                scope.cancel()
-    finally:
-        listener.close()
+        nursery.start_soon(accept)
+        try:
+            yield stage
+        finally:
+            scope.cancel()
 
 
 async def _listen(config: StageConfig, transport: Transport, sock: socket.socket | None) -> Listener:
     if sock is not None:
-        if not isinstance(transport, TcpTransport):
-            raise ValueError("listen_socket needs the TCP transport")
-        return transport.adopt(sock)
+        return transport.adopt(sock, config.bind_endpoint.scheme)
     return await transport.listen(config.bind_endpoint)
+
+
+def _warn_if_open(endpoint: Endpoint, options: StageOptions) -> None:
+    """Say so where anyone on a network may connect, or read along."""
+    if endpoint.ip is None or endpoint.ip.is_loopback:
+        return
+    if options.link_token is None and (endpoint.scheme not in TLS_SCHEMES or options.tls_ca is None):
+        log.warning(
+            "ANYONE WHO REACHES THIS ADDRESS CAN USE THE MODEL: this stage listens beyond loopback without a "
+            "link token and without a CA; give --link-token-file, or tls:// endpoints with --tls-ca",
+            endpoint=str(endpoint),
+        )
+    elif endpoint.scheme not in TLS_SCHEMES:
+        log.warning(
+            "the link beyond loopback is not encrypted, and activations reveal the prompt: use tls:// or wss://"
+            " endpoints, or a network that is yours alone",
+            endpoint=str(endpoint),
+        )
 
 
 def _make_context(
@@ -132,7 +149,7 @@ def _make_context(
     topology: StageTopology | None,
     options: StageOptions,
     scheduler: Scheduler,
-    transport: Transport,
+    links: StageLinks,
     telemetry: Telemetry,
 ) -> StageContext:
     info = scheduler.info
@@ -146,7 +163,8 @@ def _make_context(
         config=config,
         options=options,
         scheduler=scheduler,
-        transport=transport,
+        transport=links.transport,
+        downstream_transport=links.downstream,
         telemetry=telemetry,
         hub=ReturnHub(),
         downstream=downstream,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import trio
@@ -18,9 +19,10 @@ from skippy.telemetry import Level, names
 
 from .context import HANDSHAKE_SECS, StageContext, log
 from .errors import LaneLost, StageError
-from .framing import allocate, receive_message
+from .framing import receive_message
 from .lane import Lane
 from .links import Link, LinkClosed
+from .memory import FrameMemory
 from .nurseries import leaves
 from .queues import PendingReply
 from .turns import take_turns
@@ -34,7 +36,8 @@ async def serve_connection(context: StageContext, link: Link) -> None:
     """Serve one accepted link until either side ends it. Failures of the connection stay in it."""
     reason: str | None = None
     try:
-        await _serve(context, link)
+        with contextlib.closing(FrameMemory(context.frame_budget)) as memory:
+            await _serve(context, link, memory)
     except* (LinkClosed, ProtocolError, StageError) as group:
         reason = _texts(group)
     except* Exception as group:
@@ -49,7 +52,7 @@ async def serve_connection(context: StageContext, link: Link) -> None:
         context.telemetry.emit(names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=reason)
 
 
-async def _serve(context: StageContext, link: Link) -> None:
+async def _serve(context: StageContext, link: Link, memory: FrameMemory) -> None:
     handshake = ListenerHandshake(context.token)
     await _authenticate(link, handshake)
     replies = _ReplyChannel()
@@ -68,7 +71,7 @@ async def _serve(context: StageContext, link: Link) -> None:
         decoder = MessageDecoder(
             context.info.input_width,
             max_activation_bytes=context.max_activation_bytes,
-            allocate=allocate,
+            allocate=memory.allocate,
         )
         decoder.receive_data(handshake.trailing_data)
         context.telemetry.emit(
@@ -76,20 +79,23 @@ async def _serve(context: StageContext, link: Link) -> None:
         )
         # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
         with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
-            first = await receive_message(link, decoder)
+            first = await receive_message(link, decoder, memory)
         if scope.cancelled_caught:
             raise LinkClosed(f"{link.peer} sent no message within {HANDSHAKE_SECS:g} s")
         if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
             await context.hub.serve(link, decoder, first)
         elif first is not None:
             nursery.start_soon(_write_replies, context, link, replies)
-            await _execute(context, link, lane or await open_lane(), decoder, first)
+            await _execute(context, link, lane or await open_lane(), decoder, first, memory)
         nursery.cancel_scope.cancel()
 
 
 async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
-    """Read the preamble, where a token is asked for, within HANDSHAKE_SECS."""
+    """Complete the link, and read the preamble where a token is asked for, all within HANDSHAKE_SECS."""
+    missing = "did not finish the handshake of its link"
     with trio.move_on_after(HANDSHAKE_SECS):
+        await link.handshake()
+        missing = "showed no link token"
         while not handshake.admitted:
             buffer = bytearray(256)
             count = await link.receive_into(memoryview(buffer))
@@ -97,7 +103,7 @@ async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
                 raise LinkClosed(f"{link.peer} closed the connection during the handshake")
             handshake.receive_data(buffer[:count])
         return
-    raise LinkClosed(f"{link.peer} showed no link token within {HANDSHAKE_SECS:g} s")
+    raise LinkClosed(f"{link.peer} {missing} within {HANDSHAKE_SECS:g} s")
 
 
 async def _end_with_lane(lane: Lane) -> None:
@@ -107,7 +113,12 @@ async def _end_with_lane(lane: Lane) -> None:
 
 
 async def _execute(
-    context: StageContext, link: Link, lane: Lane, decoder: MessageDecoder, first: Message
+    context: StageContext,
+    link: Link,
+    lane: Lane,
+    decoder: MessageDecoder,
+    first: Message,
+    memory: FrameMemory,
 ) -> None:
     """Read ahead, within bounds, and execute in order; returns at the end of the peer's stream.
 
@@ -121,7 +132,7 @@ async def _execute(
     async def read() -> Message | None:
         nonlocal live
         with context.telemetry.span(names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer) as span:
-            message = await receive_message(link, decoder)
+            message = await receive_message(link, decoder, memory)
             if message is not None:
                 span["message_kind"] = message.kind.name
                 span["activation_bytes"] = len(message.activation)
@@ -131,7 +142,11 @@ async def _execute(
                 raise LinkClosed(f"{link.peer} closed the connection while a request was live")
         return message
 
-    await take_turns(read, lane.handle, first=first, ahead=frames)
+    async def handle(message: Message) -> None:
+        await lane.handle(message)
+        memory.release(len(message.activation))
+
+    await take_turns(read, handle, first=first, ahead=frames)
 
 
 class _ReplyChannel:

@@ -85,8 +85,6 @@ def test_wrong_command_lines(capsys: Capture, arguments: list[str], text: str) -
 
 REFUSED = [
     ("serve-binary", ["--metrics-otlp-grpc", "http://x:4317"]),
-    ("serve-binary", ["--downstream-wire-delay-ms", "5"]),
-    ("serve-binary", ["--downstream-wire-mbps", "100"]),
     ("serve-binary", ["--openai-adaptive-generation-concurrency"]),
     ("serve-binary", ["--openai-adaptive-generation-min-concurrency", "1"]),
     ("serve-binary", ["--openai-generation-queue-capacity", "16"]),
@@ -143,6 +141,23 @@ def test_off_values_are_accepted(capsys: Capture, command: str, arguments: list[
         (["--max-inflight", "0"], "max_inflight: is 0, must be 1 to"),
         (["--downstream-connect-timeout-secs", "0"], "downstream_connect_timeout_secs: is 0"),
         (["--telemetry-queue-capacity", "0"], "telemetry_queue_capacity: is 0"),
+        (
+            ["--downstream-wire-delay-ms", "3600001"],
+            "downstream_wire_delay_ms: is 3.6e+06, must be 0 to",
+        ),
+        (["--downstream-wire-mbps", "0"], "downstream_wire_mbps: is 0.0, must be above 0"),
+        (["--downstream-wire-stall-ms", "5"], "downstream_wire_stall_probability: a stall needs"),
+        (["--tls-cert", "c.pem"], "tls_key: is missing; tls_cert needs it"),
+        (
+            ["--tls-ca", "ca.pem"],
+            "tls_ca: is given, but no endpoint of this stage begins with tls:// or wss://",
+        ),
+        (["--bind-addr", "tls://127.0.0.1:0"], "tls_cert: is missing, but bind_addr is tls://127.0.0.1:0"),
+        (
+            ["--bind-addr", "tls://127.0.0.1:0", "--tls-cert", "none.pem", "--tls-key", "none.pem"],
+            "tls_cert: none.pem: No such file or directory",
+        ),
+        (["--bind-addr", "udp://127.0.0.1:0"], "has scheme udp://, which is not known here"),
         (["--bind-addr", "nowhere"], "bind_addr: 'nowhere' is not an endpoint"),
         (["--openai-bind-addr", "nowhere"], "bind_addr: 'nowhere' is not an endpoint"),
         (

@@ -12,11 +12,37 @@ import pytest
 import trio
 import trio.testing
 
-from skippy.config import Endpoint
-from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport, Transport
+from skippy.config import Endpoint, WireConditions
+from skippy.stage.links import (
+    ConditionedTransport,
+    Link,
+    LinkClosed,
+    Listener,
+    MemoryTransport,
+    TcpTransport,
+    TlsFiles,
+    TlsTransport,
+    Transport,
+    WebSocketTransport,
+)
 from skippy.stage.links.tcp import TcpLink, refuse_self_connection
+from tests.support.certificates import Certificates
 
-BACKENDS = {"memory": MemoryTransport, "tcp": TcpTransport}
+
+@attrs.frozen
+class Backend:
+    """A transport and how to name an endpoint of it."""
+
+    transport: Transport
+    scheme: str = "tcp"
+    host: str = "127.0.0.1"
+
+    def any_port(self) -> Endpoint:
+        return Endpoint(self.host, 0, self.scheme)
+
+
+BACKENDS = ["memory", "tcp", "tls", "mutual tls", "ws", "wss", "conditioned memory", "conditioned tcp"]
+WIRE = WireConditions(delay_ms=1, mbps=1e6, jitter_ms=0.1, stall_ms=0.1, stall_probability=0.5)
 
 
 @attrs.frozen
@@ -25,17 +51,53 @@ class Pair:
     far: Link
 
 
+class Sides(Transport):
+    """TLS with different files on the listening and the dialling side."""
+
+    def __init__(self, listening: TlsFiles, dialling: TlsFiles) -> None:
+        self._listening = TlsTransport(TcpTransport(), listening)
+        self._dialling = TlsTransport(TcpTransport(), dialling)
+
+    async def listen(self, endpoint: Endpoint) -> Listener:
+        return await self._listening.listen(endpoint)
+
+    async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
+        return await self._dialling.connect(endpoint, source_host=source_host)
+
+
+def make_backend(name: str, nursery: trio.Nursery, files: Certificates) -> Backend:
+    kind, _, inner = name.partition(" ")
+    if kind == "conditioned":
+        plain = make_backend(inner, nursery, files).transport
+        return Backend(ConditionedTransport(plain, WIRE, nursery))
+    tls = TlsTransport(TcpTransport(), files.files())
+    backends = {
+        "memory": Backend(MemoryTransport()),
+        "tcp": Backend(TcpTransport()),
+        "tls": Backend(Sides(files.files(ca=None), files.files(cert=None)), "tls"),
+        "mutual": Backend(tls, "tls"),
+        "ws": Backend(WebSocketTransport(TcpTransport(), nursery, "ws", "tcp"), "ws"),
+        "wss": Backend(WebSocketTransport(tls, nursery, "wss", "tls"), "wss"),
+    }
+    return backends[kind]
+
+
 @pytest.fixture(params=BACKENDS)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    return BACKENDS[request.param]()
+async def backend(
+    request: pytest.FixtureRequest, nursery: trio.Nursery, certificates: Certificates
+) -> Backend:
+    return make_backend(request.param, nursery, certificates)
 
 
 @contextlib.asynccontextmanager
-async def linked(transport: Transport) -> AsyncIterator[Pair]:
+async def linked(backend: Backend) -> AsyncIterator[Pair]:
     with trio.fail_after(10):
-        listener = await transport.listen(Endpoint("127.0.0.1", 0))
-        near = await transport.connect(listener.endpoint)
+        listener = await backend.transport.listen(backend.any_port())
+        near = await backend.transport.connect(listener.endpoint)
         far = await listener.accept()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(near.handshake)
+            nursery.start_soon(far.handshake)
         try:
             yield Pair(near, far)
         finally:
@@ -59,31 +121,31 @@ async def send_for_ever(link: Link) -> None:
         await link.send([bytes(1_000_000)])
 
 
-async def test_buffers_arrive_joined_in_order_both_ways(transport: Transport) -> None:
+async def test_buffers_arrive_joined_in_order_both_ways(backend: Backend) -> None:
     floats = np.arange(3, dtype="<f4")
-    async with linked(transport) as pair, trio.open_nursery() as nursery:
+    async with linked(backend) as pair, trio.open_nursery() as nursery:
         for sender, receiver in ((pair.near, pair.far), (pair.far, pair.near)):
             nursery.start_soon(sender.send, [b"head", b"", floats.data, bytearray(b"tail")])
             assert await read_exactly(receiver, 20) == b"head" + floats.tobytes() + b"tail"
 
 
-async def test_large_buffers_cross_while_the_reader_is_slow(transport: Transport) -> None:
+async def test_large_buffers_cross_while_the_reader_is_slow(backend: Backend) -> None:
     data = np.random.default_rng(1).integers(0, 256, 3_000_000, dtype=np.uint8)
-    async with linked(transport) as pair, trio.open_nursery() as nursery:
+    async with linked(backend) as pair, trio.open_nursery() as nursery:
         nursery.start_soon(pair.near.send, [data[:1].data, data[1:].data])
         await trio.testing.wait_all_tasks_blocked()
         assert await read_exactly(pair.far, data.size) == data.tobytes()
 
 
-async def test_send_waits_for_a_reader_that_takes_nothing(transport: Transport) -> None:
-    async with linked(transport) as pair:
+async def test_send_waits_for_a_reader_that_takes_nothing(backend: Backend) -> None:
+    async with linked(backend) as pair:
         with trio.move_on_after(0.2) as scope:
             await send_for_ever(pair.near)
         assert scope.cancelled_caught
 
 
-async def test_a_closed_peer_is_an_end_of_stream_after_its_bytes(transport: Transport) -> None:
-    async with linked(transport) as pair:
+async def test_a_closed_peer_is_an_end_of_stream_after_its_bytes(backend: Backend) -> None:
+    async with linked(backend) as pair:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pair.near.send, [b"last words"])
             assert await read_exactly(pair.far, 10) == b"last words"
@@ -91,28 +153,28 @@ async def test_a_closed_peer_is_an_end_of_stream_after_its_bytes(transport: Tran
         assert await pair.far.receive_into(memoryview(bytearray(8))) == 0
 
 
-async def test_sending_to_a_closed_peer_is_link_closed(transport: Transport) -> None:
-    async with linked(transport) as pair:
+async def test_sending_to_a_closed_peer_is_link_closed(backend: Backend) -> None:
+    async with linked(backend) as pair:
         pair.far.close()
         with pytest.raises(LinkClosed):
             await send_for_ever(pair.near)
 
 
 @pytest.mark.parametrize("action", ["send", "receive_into"])
-async def test_closing_wakes_the_task_that_waits(transport: Transport, action: str) -> None:
+async def test_closing_wakes_the_task_that_waits(backend: Backend, action: str) -> None:
     async def wait() -> None:
         with pytest.raises(LinkClosed):
             await (send_for_ever(pair.near) if action == "send" else read_exactly(pair.near, 1))
 
-    async with linked(transport) as pair, trio.open_nursery() as nursery:
+    async with linked(backend) as pair, trio.open_nursery() as nursery:
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
         pair.near.close()
         pair.near.close()
 
 
-async def test_using_a_closed_link_is_link_closed(transport: Transport) -> None:
-    async with linked(transport) as pair:
+async def test_using_a_closed_link_is_link_closed(backend: Backend) -> None:
+    async with linked(backend) as pair:
         pair.near.close()
         with pytest.raises(LinkClosed):
             await pair.near.send([b"x"])
@@ -120,31 +182,31 @@ async def test_using_a_closed_link_is_link_closed(transport: Transport) -> None:
             await pair.near.receive_into(memoryview(bytearray(1)))
 
 
-async def test_connecting_where_nobody_listens_is_refused(transport: Transport) -> None:
+async def test_connecting_where_nobody_listens_is_refused(backend: Backend) -> None:
     with trio.fail_after(10):
-        listener = await transport.listen(Endpoint("127.0.0.1", 0))
+        listener = await backend.transport.listen(backend.any_port())
         endpoint = listener.endpoint
         listener.close()
         with pytest.raises(OSError, match=r"refused|nothing listens"):
-            await transport.connect(endpoint)
+            await backend.transport.connect(endpoint)
 
 
-async def test_an_endpoint_is_taken_once(transport: Transport) -> None:
+async def test_an_endpoint_is_taken_once(backend: Backend) -> None:
     with trio.fail_after(10):
-        listener = await transport.listen(Endpoint("127.0.0.1", 0))
+        listener = await backend.transport.listen(backend.any_port())
         with pytest.raises(OSError, match=f"127.0.0.1:{listener.endpoint.port}"):
-            await transport.listen(listener.endpoint)
+            await backend.transport.listen(listener.endpoint)
         listener.close()
-        (await transport.listen(listener.endpoint)).close()
+        (await backend.transport.listen(listener.endpoint)).close()
 
 
-async def test_closing_a_listener_wakes_accept(transport: Transport) -> None:
+async def test_closing_a_listener_wakes_accept(backend: Backend) -> None:
     async def accept() -> None:
         with pytest.raises(LinkClosed):
             await listener.accept()
 
     with trio.fail_after(10):
-        listener = await transport.listen(Endpoint("127.0.0.1", 0))
+        listener = await backend.transport.listen(backend.any_port())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(accept)
             await trio.testing.wait_all_tasks_blocked()

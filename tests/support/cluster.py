@@ -93,18 +93,24 @@ async def toy_cluster(
     *,
     options: StageOptions | None = None,
     transport: Transport | None = None,
+    scheme: str | None = None,
     inline: bool = False,
     make_engine: Callable[..., ToyEngine] = ToyEngine,
     **keys: Any,
 ) -> AsyncIterator[Cluster]:
-    """A chain of ``stages`` toy stages: over memory links by default, over TCP on any free ports."""
-    transport = transport or MemoryTransport()
+    """A chain of ``stages`` toy stages: over memory links by default, over real ones on any free ports.
+
+    Args:
+        scheme: of all endpoints; the stages then choose their own transports, or share ``transport``.
+    """
+    if transport is None and scheme is None:
+        transport = MemoryTransport()
     ranges = ranges_of(stages)
     endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(stages)]
     sockets: list[socket.socket] = []
-    if isinstance(transport, TcpTransport):
+    if scheme is not None or isinstance(transport, TcpTransport):
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(stages)]
-        endpoints = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+        endpoints = [f"{scheme or 'tcp'}://127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     topology = toy_topology(ranges, endpoints)
     engines: dict[int, ToyEngine] = {}
 
@@ -138,4 +144,4 @@ async def toy_cluster(
                     )
                 ),
             )
-        yield Cluster(running, [engines[i] for i in range(stages)], transport)
+        yield Cluster(running, [engines[i] for i in range(stages)], running[0].context.transport)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import socket
 from collections.abc import Sequence
 
 from skippy.config import Endpoint
@@ -24,6 +25,13 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def peer(self) -> str:
         """The peer's address, for messages to people."""
+
+    async def handshake(self) -> None:  # noqa: B027 - most links have none
+        """Do what the transport itself needs before bytes can flow. Raises LinkClosed.
+
+        Both sides call it before anything else, each under its own deadline. A link that it failed on, or
+        that it was cancelled on, is of no further use.
+        """
 
     @abc.abstractmethod
     async def send(self, buffers: Sequence[Buffer]) -> None:
@@ -73,6 +81,13 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def listen(self, endpoint: Endpoint) -> Listener:
         """Listen on ``endpoint``. Raises OSError naming the endpoint when it is in use or not ours."""
+
+    def adopt(self, sock: socket.socket, scheme: str) -> Listener:
+        """A listener over an already listening socket, for example an inherited one. Takes ownership.
+
+        Raises ValueError where links are not made of sockets.
+        """
+        raise ValueError("this transport has no listening sockets")
 
     @abc.abstractmethod
     async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:

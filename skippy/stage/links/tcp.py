@@ -129,8 +129,7 @@ class TcpTransport(Transport):
             raise OSError(_number(exc), f"cannot listen on {endpoint}: {_reason(exc)}") from exc
         return TcpListener(sock)
 
-    def adopt(self, sock: socket.socket) -> Listener:
-        """A listener over an already listening socket, for example an inherited one. Takes ownership."""
+    def adopt(self, sock: socket.socket, scheme: str = "tcp") -> Listener:
         sock.setblocking(False)
         return TcpListener(trio.socket.from_stdlib_socket(sock))
 

@@ -1,0 +1,81 @@
+"""How much memory received frames may hold, over all connections of a stage."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+import trio
+
+from .framing import allocate
+
+MAX_RECEIVED_BYTES = 1024 * 1024 * 1024
+"""Activation bytes of frames that are not executed yet, over all connections of one stage. Who has announced
+more waits: it is not read from. One frame is always let through."""
+
+
+class FrameBudget:
+    """Bytes shared out among connections, in order of arrival."""
+
+    def __init__(self, limit: int = MAX_RECEIVED_BYTES) -> None:
+        self._limit = limit
+        self._waiting: deque[object] = deque()
+        self._changed = trio.lowlevel.ParkingLot()
+        self.used = 0
+
+    async def take(self, size: int) -> None:
+        """Wait for ``size`` bytes. Cancelled while waiting, nothing was taken."""
+        if not self._waiting and self._fits(size):
+            self.used += size
+            return
+        self._waiting.append(ticket := object())
+        try:
+            while not (self._waiting[0] is ticket and self._fits(size)):
+                await self._changed.park()
+            self.used += size
+        finally:
+            self._waiting.remove(ticket)
+            self._changed.unpark_all()  # whoever is first now
+
+    def _fits(self, size: int) -> bool:
+        return self.used == 0 or self.used + size <= self._limit
+
+    def give_back(self, size: int) -> None:
+        self.used -= size
+        self._changed.unpark_all()
+
+
+@attrs.define(slots=True)
+class FrameMemory:
+    """One connection's part of the budget.
+
+    The memory of an announced activation exists at once, but none of it is touched, and so none is used,
+    before :meth:`wait` has returned and bytes arrive.
+    """
+
+    budget: FrameBudget
+    _announced: int = 0
+    _held: int = 0
+
+    def allocate(self, size: int) -> memoryview:
+        """For the decoder: room for an activation that has been announced."""
+        self._announced += size
+        return allocate(size)
+
+    async def wait(self) -> None:
+        """Wait until the budget covers all that was announced. Call before receiving more."""
+        if self._announced:
+            size = self._announced
+            await self.budget.take(size)
+            self._held += size
+            self._announced -= size
+
+    def release(self, size: int) -> None:
+        """A frame with an activation of ``size`` bytes is done with."""
+        size = min(size, self._held)
+        self._held -= size
+        self.budget.give_back(size)
+
+    def close(self) -> None:
+        """The connection is over, and all its frames with it."""
+        self.release(self._held)
