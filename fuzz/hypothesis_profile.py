@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p fuzz.hypothesis_profile``): the same examples each time, and no search for smaller ones.
+"""A pytest plugin (``-p fuzz.hypothesis_profile``): the same examples each time, and no shrinking.
 
 For mutation runs: whether a mutant dies must not depend on chance, and nobody reads how it died.
 """
