@@ -13,13 +13,15 @@ import trio
 import trio.testing
 
 from skippy.config import ConfigError, Endpoint, StageOptions
+from skippy.engine.toy import ToyEngine
 from skippy.frontend.generation import ChainUnavailable, GenerationRequest
 from skippy.protocol import SamplingConfig
+from skippy.stage import open_stage
 from skippy.stage.links import Link, Listener, MemoryTransport, StageLinks, Transport, open_links
 from skippy.stage.upstream import HANDSHAKE_SECS
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.support.certificates import Certificates
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import Cluster, toy_cluster, toy_config
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
 BACKENDS = ["memory", "tcp", "tls", "mutual tls", "ws", "wss", "conditioned memory", "conditioned wss"]
@@ -170,3 +172,54 @@ async def test_an_unknown_scheme_is_refused_by_name() -> None:
         assert isinstance(links, StageLinks)
         with pytest.raises(ConfigError, match=r"scheme udp:// is unknown; use one of tcp://, tls://, ws://"):
             await links.transport.connect(Endpoint("127.0.0.1", 1, "udp"))
+
+
+@pytest.mark.parametrize(
+    ("host", "scheme", "token", "ca", "said"),
+    [
+        ("127.0.0.1", "tcp", None, False, None),
+        ("0.0.0.0", "tcp", None, False, "ANYONE WHO REACHES THIS ADDRESS"),
+        ("0.0.0.0", "tcp", "secret", False, "not encrypted"),
+        ("0.0.0.0", "ws", None, False, "ANYONE WHO REACHES THIS ADDRESS"),
+        ("0.0.0.0", "tls", None, False, "ANYONE WHO REACHES THIS ADDRESS"),
+        ("0.0.0.0", "tls", "secret", False, None),
+        ("0.0.0.0", "wss", None, True, None),
+    ],
+)
+async def test_a_stage_open_to_a_network_says_so(
+    caplog: pytest.LogCaptureFixture,
+    certificates: Certificates,
+    host: str,
+    scheme: str,
+    token: str | None,
+    ca: bool,
+    said: str | None,
+) -> None:
+    files = certificates.files()
+    options = StageOptions(link_token=token)
+    if scheme in ("tls", "wss"):
+        tls_ca = files.ca if ca else None
+        options = attrs.evolve(options, tls_cert=files.cert, tls_key=files.key, tls_ca=tls_ca)
+    config = attrs.evolve(toy_config(0, [(0, 6)], [""]), bind_addr=f"{scheme}://{host}:0")
+    with trio.fail_after(10):
+        async with open_stage(config, None, options, lambda: ToyEngine(0, 6, 6), inline=True):
+            pass
+    warnings = [str(record.msg) for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (said is not None)
+    assert said is None or said in warnings[0]
+
+
+async def test_peers_that_are_slow_inside_a_frame_cost_others_nothing() -> None:
+    """Real sockets: the first bytes of a frame each, held open, while the chain serves."""
+    with trio.fail_after(30):
+        async with toy_cluster(2, scheme="tcp") as cluster, generator_over(cluster) as generator:
+            slow = []
+            for stage in cluster.stages:
+                for _ in range(10):
+                    stream = await trio.open_tcp_stream(stage.endpoint.host, stage.endpoint.port)
+                    await stream.send_all(b"\x01\x00")
+                    slow.append(stream)
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+            for stream in slow:
+                await stream.aclose()
+            await wait_for_sequences(cluster)

@@ -84,9 +84,7 @@ async def open_links(options: StageOptions, transport: Transport | None = None) 
 
 def _by_scheme(options: StageOptions, tasks: trio.Nursery) -> SchemeTransport:
     tcp = TcpTransport()
-    files = TlsFiles.of(options)
-    files.check()
-    tls = TlsTransport(tcp, files)
+    tls = TlsTransport(tcp, TlsFiles.of(options))
     return SchemeTransport(
         {
             "tcp": tcp,

@@ -52,6 +52,7 @@ class TlsFiles:
         self._load(context)
         # Nothing resumes sessions, and a ticket that the peer never reads turns its closing into a reset.
         context.num_tickets = 0
+        context.options |= ssl.OP_NO_RENEGOTIATION
         if self.ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
@@ -196,26 +197,29 @@ class TlsLink(Link):
 
 
 class TlsTransport(Transport):
-    """TLS over the links of ``inner``.
+    """TLS over the links of ``inner``. Files are read here and never again.
 
-    Raises ConfigError from its methods for files that cannot be used. The context of each side is made once.
+    Raises:
+        ConfigError: a file cannot be used; from ``listen`` and ``adopt``: there is no certificate.
     """
 
     def __init__(self, inner: Transport, files: TlsFiles) -> None:
         self._inner = inner
         self._files = files
-        self._server: ssl.SSLContext | None = None
-        self._client: ssl.SSLContext | None = None
+        self._server = files.server_context() if files.cert is not None else None
+        # Reading the system's CAs takes a tenth of a second, so not for those who never dial.
+        self._client = None if files == TlsFiles() else files.client_context()
 
     async def listen(self, endpoint: Endpoint) -> Listener:
         accept = self._acceptor()
-        return LayeredListener(await self._inner.listen(endpoint.with_scheme("tcp")), "tls", accept)
+        inner = await self._inner.listen(endpoint.with_scheme("tcp"))
+        return LayeredListener(inner, "tls", accept)
 
     def adopt(self, sock: socket.socket, scheme: str) -> Listener:
         return LayeredListener(self._inner.adopt(sock, "tcp"), "tls", self._acceptor())
 
     def _acceptor(self) -> Callable[[Link], Link]:
-        self._server = context = self._server or self._files.server_context()
+        context = self._server or self._files.server_context()  # which raises
         return lambda link: TlsLink(link, context, None)
 
     async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
