@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from skippy.protocol import MessageDecoder, ReplyDecoder
+from skippy.stage.framing import allocate
 
 MIB = 1 << 20
 PEERS = 32
@@ -56,3 +57,15 @@ def test_replies_that_announce_much_and_send_nothing() -> None:
         assert decoder.next_reply() is None
     grown = [now - then for now, then in zip(memory(), before, strict=True)]
     assert max(grown) < PEERS * MIB
+
+
+def test_buffers_of_a_stage_are_not_resident_before_bytes_arrive() -> None:
+    """A stage receives activations in place: the buffer exists, but its pages do not."""
+    before, _ = memory()
+    decoders = [MessageDecoder(n_embd=MIB // 4, allocate=allocate) for _ in range(4)]
+    for decoder in decoders:
+        decoder.receive_data(ANNOUNCED["activation of 512 MiB"] + bytes(1000))
+        assert decoder.next_message() is None
+        assert len(decoder.get_buffer()) == 512 * MIB - 1000
+    after, _ = memory()
+    assert after - before < len(decoders) * MIB
