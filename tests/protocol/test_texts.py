@@ -9,12 +9,17 @@ import mmap
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
 from skippy.protocol import (
+    AdmissionAnswer,
+    AnnexedReplyDecoder,
     CreditWindow,
     DialerHandshake,
     ErrorKind,
+    FailureCode,
+    FinishHint,
     Lane,
     ListenerHandshake,
     LocalProtocolError,
@@ -25,21 +30,30 @@ from skippy.protocol import (
     ProtocolError,
     RemoteProtocolError,
     Reply,
+    ReplyAnnex,
     ReplyKind,
+    RequestFailure,
     Session,
     SessionEvent,
     SessionState,
     UpstreamConnection,
     activation_bytes,
     check_activation,
+    check_answer,
     check_return_open,
+    default_state,
+    encode_admission,
+    encode_annex,
+    encode_annexed_reply,
     encode_message,
     encode_transport_auth,
     execution_tokens,
 )
-from skippy.protocol.rules import buffer_bytes
+from skippy.protocol.annex import decode_annex
+from skippy.protocol.rules import _default_flags, buffer_bytes
 from skippy.protocol.states import SESSION
 
+from .admissions import LOADED, REQUEST
 from .strategies import message
 
 K = MessageKind
@@ -103,6 +117,17 @@ def spent() -> CreditWindow:
     return window
 
 
+def u32(value: int) -> bytes:
+    return value.to_bytes(4, "little")
+
+
+def annexed(data: bytes) -> Reply | None:
+    decoder = AnnexedReplyDecoder()
+    decoder.receive_data(data)
+    return decoder.next_reply()
+
+
+FAILURE = RequestFailure(7, FailureCode.FAILED, "no")
 PREFILL = message(K.PREFILL_EMBD, token_count=1, request_id=3, session_id=4)
 OPEN = message(K.PREDICTION_RETURN_OPEN, request_id=1, session_id=2)
 
@@ -187,6 +212,8 @@ RULES: list[tuple[Call, type[ProtocolError], str]] = [
      "PREFILL_EMBD: token_count is 3 but the token sideband has 2 entries"),
 ]  # fmt: skip
 
+STRANGER = attrs.evolve(REQUEST, sender_index=9, sender_id="s" * 81, target_index=3)
+
 HANDSHAKES: list[tuple[Call, type[ProtocolError], str]] = [
     (lambda: encode_transport_auth(b""), LocalProtocolError,
      "a transport token has 1 to 64 bytes, not 0"),
@@ -208,6 +235,38 @@ HANDSHAKES: list[tuple[Call, type[ProtocolError], str]] = [
      "transport token of 0 bytes; 1 to 64 are allowed"),
     (lambda: ListenerHandshake(b"t").receive_data(b"ATKS\x01u"), RemoteProtocolError,
      "wrong transport token"),
+    (lambda: ListenerHandshake(None, LOADED).receive_data(b"ATKS\x01t"), RemoteProtocolError,
+     "the peer shows a link token, but this side asks for none"),
+    (lambda: ListenerHandshake(None, LOADED).receive_data(u32(1)), RemoteProtocolError,
+     "older or incomplete peer: it sent no admission packet, but starts with 01000000"),
+    (lambda: ListenerHandshake(None, LOADED).receive_data(encode_admission(STRANGER)), RemoteProtocolError,
+     f"stage 9 ('{'s' * 80}') is not admitted: target_index: expected 1, found 3"),
+    (lambda: encode_annex(ReplyAnnex()), LocalProtocolError, "an annex needs at least one part"),
+    (lambda: encode_annex(ReplyAnnex(failure=FAILURE, finish_hint=FinishHint.MAY_END)), LocalProtocolError,
+     "an annex with a failure carries nothing else"),
+    (lambda: encode_annexed_reply(Reply.ack(), ReplyAnnex(failure=FAILURE)), LocalProtocolError,
+     "an annex with a failure stands alone, before no reply"),
+    (lambda: decode_annex(u32(6)), RemoteProtocolError, "an annex with a failure carries something else"),
+    (lambda: annexed(encode_annex(ReplyAnnex(failure=FAILURE)) + b"x"), RemoteProtocolError,
+     "data behind the reason of a failed request"),
+    (lambda: decode_annex(u32(1) + u32(1) + bytes(8) + u32(65)), RemoteProtocolError,
+     "65 likeliest tokens; at most 64 are allowed"),
+    (lambda: check_answer(REQUEST, AdmissionAnswer(descriptor_sha256="x")), RemoteProtocolError,
+     "its admission answer echoes another descriptor than the one sent"),
+    (lambda: encode_admission(attrs.evolve(REQUEST, run_id="\ud800")), LocalProtocolError,
+     "a text in the admission packet is not Unicode"),
+    (lambda: encode_admission(attrs.evolve(REQUEST, batch_rows=0)), LocalProtocolError,
+     "not an admission packet that a peer would take: "
+     "admission request: field 'batch_rows' must be 1 to 4294967295"),
+    (lambda: encode_admission(attrs.evolve(REQUEST, extensions=("b", "a"))), LocalProtocolError,
+     "not an admission packet that a peer would take: "
+     "admission: field 'extensions' must be names, strictly sorted"),
+    (lambda: encode_admission(AdmissionAnswer()), LocalProtocolError,
+     "not an admission packet that a peer would take: "
+     "admission answer: field 'descriptor_sha256' is missing"),
+    (lambda: encode_admission(attrs.evolve(REQUEST, descriptor_sha256="x")), LocalProtocolError,
+     "not an admission packet that a peer would take: "
+     "admission: field 'descriptor_sha256' is not the digest of 'descriptor'"),
 ]  # fmt: skip
 
 
@@ -287,3 +346,22 @@ def test_the_rest_of_the_stream_comes_as_it_was() -> None:
         decoder.receive_data(piece)
     assert decoder.next_message() is not None
     assert decoder.take_trailing_data() == b"abcdef"
+
+
+def test_a_plain_peer_is_known_by_its_first_word() -> None:
+    listener = ListenerHandshake(None, LOADED, allow_plain=True)
+    assert not listener.receive_data(u32(1)[:3])
+    assert listener.receive_data(u32(1)[3:])
+    assert listener.trailing_data == u32(1)
+    assert listener.extensions == ()
+
+
+def test_flags_that_come_with_a_kind() -> None:
+    flags = {K.PREFILL_FINAL_EMBD: 1, K.DECODE_REPLAY_FINAL_EMBD: 1, K.DECODE_LIGHT_CTX: 2}
+    for kind in K:
+        assert _default_flags(kind) == default_state(kind).flags == flags.get(kind, 0)
+
+
+def test_replies_in_short() -> None:
+    assert Reply.predicted_token(5) == Reply(ReplyKind.PREDICTED_TOKEN, 5, (5,))
+    assert Reply.ack() == Reply(ReplyKind.ACK, 0, ())
