@@ -13,18 +13,14 @@ from skippy.config.links import TLS_SCHEMES
 from skippy.engine import EngineInfo, StageEngine, Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
+from .accepting import serve_listener
 from .context import StageContext, find_neighbours, log
 from .errors import StageStartError
-from .links import Link, LinkClosed, Listener, StageLinks, Transport, open_links
+from .links import Listener, StageLinks, Transport, open_links
 from .nurseries import open_hidden_nursery
 from .returns import ReturnHub
 from .runtime import InlineRuntime, Runtime, open_runtime_thread
 from .scheduler import Scheduler, open_scheduler
-from .upstream import serve_connection
-
-SPARE_CONNECTIONS = 256
-"""Links served at once beyond one per session, for peers that come while the lanes they replace are still
-ending, and for strangers; more wait in the system's backlog."""
 
 
 class Stage:
@@ -111,7 +107,7 @@ async def open_stage(
 
         async def accept() -> None:
             with scope:
-                await _accept(context, listener)
+                await serve_listener(context, listener)
 
         nursery.start_soon(accept)
         try:
@@ -171,24 +167,3 @@ def _make_context(
         return_endpoint=stage_zero,
         max_activation_bytes=info.max_batch * info.input_width * 4,
     )
-
-
-async def _accept(context: StageContext, listener: Listener) -> None:
-    """Accept until the listener fails; each connection is a task of its own, bounded in number."""
-    slots = trio.Semaphore(context.config.lane_count + SPARE_CONNECTIONS)
-
-    async def serve(link: Link) -> None:
-        try:
-            await serve_connection(context, link)
-        finally:
-            slots.release()
-
-    async with trio.open_nursery() as nursery:
-        while True:
-            await slots.acquire()
-            try:
-                link = await listener.accept()
-            except LinkClosed as exc:
-                log.error("the listener failed", endpoint=str(listener.endpoint), error=str(exc))
-                raise
-            nursery.start_soon(serve, link)

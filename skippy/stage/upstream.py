@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import trio
 
@@ -32,12 +33,17 @@ MAX_QUEUED_BYTES = 64 * 1024 * 1024
 """Activation bytes that received, not yet executed frames of one lane may hold."""
 
 
-async def serve_connection(context: StageContext, link: Link) -> None:
-    """Serve one accepted link until either side ends it. Failures of the connection stay in it."""
+async def serve_connection(
+    context: StageContext, link: Link, on_admitted: Callable[[], object] = lambda: None
+) -> None:
+    """Serve one accepted link until either side ends it. Failures of the connection stay in it.
+
+    ``on_admitted`` is called, perhaps more than once, when the peer has shown that it belongs to the chain.
+    """
     reason: str | None = None
     try:
         with contextlib.closing(FrameMemory(context.frame_budget)) as memory:
-            await _serve(context, link, memory)
+            await _serve(context, link, memory, on_admitted)
     except* (LinkClosed, ProtocolError, StageError) as group:
         reason = _texts(group)
     except* Exception as group:
@@ -52,9 +58,13 @@ async def serve_connection(context: StageContext, link: Link) -> None:
         context.telemetry.emit(names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=reason)
 
 
-async def _serve(context: StageContext, link: Link, memory: FrameMemory) -> None:
+async def _serve(
+    context: StageContext, link: Link, memory: FrameMemory, on_admitted: Callable[[], object]
+) -> None:
     handshake = ListenerHandshake(context.token)
     await _authenticate(link, handshake)
+    if context.token is not None:
+        on_admitted()  # before the wait for the stages below
     replies = _ReplyChannel()
     async with trio.open_nursery() as nursery:
 
@@ -77,11 +87,14 @@ async def _serve(context: StageContext, link: Link, memory: FrameMemory) -> None
         context.telemetry.emit(
             names.STAGE_CONNECTION_SETUP_READY, peer_addr=link.peer, downstream_agreed=lane is not None
         )
+        if lane is not None:
+            on_admitted()
         # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
         with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
             first = await receive_message(link, decoder, memory)
         if scope.cancelled_caught:
             raise LinkClosed(f"{link.peer} sent no message within {HANDSHAKE_SECS:g} s")
+        on_admitted()
         if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
             await context.hub.serve(link, decoder, first)
         elif first is not None:
