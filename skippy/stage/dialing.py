@@ -43,7 +43,7 @@ async def dial_stage(
                     link = await transport.connect(endpoint, source_host=source_host)
                 reason = (
                     "it accepted the connection and is silent: it still loads, waits for the stage after it, "
-                    "or asks for a link token"
+                    "asks for a link token, or speaks TLS or WebSocket"
                 )
                 await _become_ready(link, token)
                 return link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import ssl
 
 import pytest
@@ -104,6 +105,19 @@ async def test_a_plain_listener_is_no_tls_peer(certificates: Certificates) -> No
         await far.send([b"\x59\x44\x52\x53 is no TLS record"])
         await refused(near, "what it sends is not TLS")
         far.close()
+        listener.close()
+
+
+async def test_random_bytes_end_a_link_and_nothing_else(certificates: Certificates) -> None:
+    dice = random.Random(5)
+    transport = TlsTransport(TcpTransport(), certificates.files())
+    with trio.fail_after(10):
+        listener = await transport.listen(ANY)
+        for _ in range(60):
+            near = await TcpTransport().connect(listener.endpoint)
+            await near.send([b"\x16\x03\x01" * dice.randrange(2), dice.randbytes(dice.randrange(1, 200))])
+            near.close()
+            await refused(await listener.accept(), "the TLS handshake with 127.0.0.1:")
         listener.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -162,6 +163,25 @@ async def test_what_connects_may_be_no_stage(nursery: trio.Nursery) -> None:
                 await link.handshake()
             link.close()
             near.close()
+
+
+@pytest.mark.parametrize("upgraded", [False, True])
+async def test_random_bytes_end_a_link_and_nothing_else(nursery: trio.Nursery, upgraded: bool) -> None:
+    dice = random.Random(5)
+    request = (
+        b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    async with listening(nursery) as (endpoint, links):
+        for _ in range(60):
+            near = await TcpTransport().connect(endpoint)
+            await near.send([request if upgraded else b"", dice.randbytes(dice.randrange(1, 200))])
+            near.close()
+            link = await links.receive()
+            with contextlib.suppress(LinkClosed):
+                while await link.receive_into(memoryview(bytearray(100))):
+                    pass
+            link.close()
 
 
 async def test_a_connection_cut_off_is_not_an_end_of_stream(nursery: trio.Nursery) -> None:
