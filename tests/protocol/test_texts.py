@@ -32,6 +32,7 @@ from skippy.protocol import (
     Reply,
     ReplyAnnex,
     ReplyKind,
+    ReplyStats,
     RequestFailure,
     Session,
     SessionEvent,
@@ -339,6 +340,37 @@ def test_received_bytes_are_counted_once() -> None:
     assert str(caught.value) == "1 bytes were not received into get_buffer(); at 0 call receive_eof()"
 
 
+def test_what_a_decoder_says_to_its_owner() -> None:
+    stop = b"".join(encode_message(message(K.STOP)))
+    decoder = MessageDecoder(0)
+    view = decoder.get_buffer()
+    view[:] = (stop * 300)[: len(view)]
+    decoder.buffer_updated(len(view))
+    with pytest.raises(LocalProtocolError) as caught:
+        decoder.get_buffer()
+    assert str(caught.value) == "the decoder is full of whole frames: take them before receiving more"
+    decoder = MessageDecoder(0)
+    decoder.receive_data(stop)
+    decoder.receive_eof()
+    with pytest.raises(LocalProtocolError) as caught:
+        decoder.take_trailing_data()
+    assert str(caught.value) == "only between frames can the rest of the stream be handed over"
+    decoder = MessageDecoder(0)
+    decoder.receive_data(stop[:-1])
+    with pytest.raises(RemoteProtocolError, match="^stream ended inside a frame$"):
+        decoder.receive_eof()
+
+
+def test_an_end_during_the_handshake_is_for_good() -> None:
+    side = DialerHandshake(None)
+    with pytest.raises(RemoteProtocolError) as ended:
+        side.receive_eof()
+    for again in (side.receive_eof, lambda: side.receive_data(b"x")):
+        with pytest.raises(RemoteProtocolError) as caught:
+            again()
+        assert caught.value is ended.value
+
+
 def test_the_rest_of_the_stream_comes_as_it_was() -> None:
     stop = b"".join(encode_message(message(K.STOP)))
     decoder = MessageDecoder(0)
@@ -365,3 +397,10 @@ def test_flags_that_come_with_a_kind() -> None:
 def test_replies_in_short() -> None:
     assert Reply.predicted_token(5) == Reply(ReplyKind.PREDICTED_TOKEN, 5, (5,))
     assert Reply.ack() == Reply(ReplyKind.ACK, 0, ())
+    some = ReplyStats(kv_lookup_hits=1)
+    assert Reply.of_predicted_tokens([4, 5]) == Reply(ReplyKind.PREDICTED_TOKENS, 4, (4, 5), 0)
+    assert Reply.of_predicted_tokens([4], 9, some) == Reply(
+        ReplyKind.PREDICTED_TOKENS, 4, (4,), 9, stats=some
+    )
+    assert Reply.ack(some) == Reply(ReplyKind.ACK, stats=some)
+    assert Reply.predicted_token(4, some) == Reply(ReplyKind.PREDICTED_TOKEN, 4, (4,), stats=some)
