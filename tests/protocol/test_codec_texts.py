@@ -375,3 +375,16 @@ def test_which_edge_and_which_chunk_are_remembered() -> None:
     assert stats.observe_compute(ReplyStats(), 1, 1, 0).prefill_compute_token_count_at_slowest_rate == 1
     assert stats.observe_compute(ReplyStats(), 1, 0, 4) == ReplyStats(prefill_compute_observation_count=1)
     assert stats.observe_compute(ReplyStats(), 1, 1, 1).prefill_compute_us_at_slowest_rate == 1
+
+
+def test_the_smallest_chunks_are_samples_too() -> None:
+    quick = stats.observe_compute(ReplyStats(), 1, 1, 8)
+    assert stats.observe_compute(quick, 2, 5, 4).prefill_compute_stage_index == 1
+    short = stats.observe_compute(ReplyStats(), 1, 5, 1)
+    assert stats.observe_compute(short, 2, 3, 1).prefill_compute_stage_index == 1
+    empty = ReplyStats(
+        prefill_compute_us_at_slowest_rate=5,
+        prefill_compute_stage_index=3,
+        prefill_compute_token_count_at_slowest_rate=0,
+    )
+    assert stats.merge(ReplyStats(), empty) == ReplyStats()
