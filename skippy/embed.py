@@ -39,6 +39,7 @@ from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice
 from skippy.stage import Stage, StageStartError, open_stage as _open_stage
+from skippy.stage.admission import ModelIdentity, dialled_ranges, identify_model
 from skippy.stage.links import MemoryTransport, TcpTransport, TlsFiles, Transport
 from skippy.stage.nurseries import open_hidden_nursery
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, get_logger, names
@@ -99,11 +100,12 @@ async def open_stage(
     check_links(config, topology, options)
     TlsFiles.of(options).check()  # before a slice is cut, which may take minutes
     stopped = threading.Event()
+    identity: ModelIdentity | None = None
     if engine_factory is not None:
         make_engine = functools.partial(engine_factory, config)
     else:
         # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
-        model_slice = await _find_slice(config, progress)
+        model_slice, identity = await _find_slice(config, topology, progress)
         make_engine = functools.partial(_load_llama, model_slice, engine_options(config), progress, stopped)
     async with open_hidden_nursery() as nursery:
         nursery.start_soon(_set_when_cancelled, stopped)
@@ -115,6 +117,7 @@ async def open_stage(
             transport=transport,
             listen_socket=listen_socket,
             telemetry=telemetry,
+            identity=identity,
             inline=inline,
         ) as stage:
             yield stage
@@ -150,7 +153,9 @@ def engine_options(config: StageConfig) -> EngineOptions:
     )
 
 
-async def _find_slice(config: StageConfig, progress: Progress | None) -> SliceInfo:
+async def _find_slice(
+    config: StageConfig, topology: StageTopology | None, progress: Progress | None
+) -> tuple[SliceInfo, ModelIdentity]:
     if config.model_path is None:
         raise StageStartError(
             f"{config.stage_id}: `model_path` is missing; it names the GGUF file of the model"
@@ -163,10 +168,11 @@ async def _find_slice(config: StageConfig, progress: Progress | None) -> SliceIn
 
     path = Path(config.model_path)
 
-    def find() -> SliceInfo:
+    def find() -> tuple[SliceInfo, ModelIdentity]:
         if config.native_mtp_enabled:
             check_mtp(path)
-        return ensure_slice(path, config.layer_start, config.layer_end, progress=report)
+        part = ensure_slice(path, config.layer_start, config.layer_end, progress=report)
+        return part, identify_model(part, path, dialled_ranges(config, topology))
 
     return await trio.to_thread.run_sync(find)
 

@@ -120,8 +120,14 @@ def _wire(name: str, unit: str, default: float | None, text: str) -> Callable[[F
     )
 
 
+allow_plain_option = click.option(
+    "--allow-plain-generation-8",
+    is_flag=True,
+    help="Also talk to peers that send no admission packet; nothing is compared with them.",
+)
 link_security_options = combine(
     link_token_option,
+    allow_plain_option,
     _tls_file("cert", "This stage's certificate (PEM), for tls:// and wss:// endpoints."),
     _tls_file("key", "The certificate's key (PEM), without a password."),
     _tls_file("ca", "The CA (PEM) of the chain's certificates; peers must show one of it."),

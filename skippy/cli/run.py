@@ -29,6 +29,7 @@ STAGE_ONLY = (
     "openai_bind_addr",
     "downstream_connect_timeout_secs",
     "link_token_file",
+    "allow_plain_generation_8",
     "tls_cert",
     "tls_key",
     "tls_ca",

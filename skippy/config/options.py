@@ -53,6 +53,11 @@ class StageOptions:
         default=None,
         repr=False,
     )
+    allow_plain_generation_8: bool = key(
+        "Also talk to peers that send no admission packet: nothing is compared with them, so a wrong cut or "
+        "model goes unnoticed.",
+        default=False,
+    )
     tls_cert: str | None = key(
         "PEM file with this stage's certificate and what links it to its CA; for `tls://` and `wss://`.",
         default=None,

@@ -42,7 +42,7 @@ class PeerConfig:
 class StageConfig:
     """One stage. Valid once built: ConfigError names the key that is wrong."""
 
-    run_id: str = key("Names this run in logs and telemetry.")
+    run_id: str = key("Names this run; equal on all stages of a chain.")
     topology_id: str = key("Names the cut; equal on all stages of a chain.")
     model_id: str = key("Names the model; equal on all stages of a chain, and what clients see.")
     stage_id: str = key("Names this stage; unique in the chain.")

@@ -11,6 +11,7 @@ from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology
 from skippy.engine import EngineInfo
 from skippy.telemetry import Telemetry, get_logger
 
+from .admission import StageAdmission
 from .errors import StageStartError
 from .links import Transport
 from .memory import FrameBudget
@@ -20,8 +21,8 @@ from .scheduler import Scheduler
 log = get_logger("skippy.stage")
 
 HANDSHAKE_SECS = 20.0
-"""How long a peer may take to show its link token; at stage 0, to send its first message; and stage 0, to be
-ready once the last stage dials it."""
+"""How long a peer may take to show its link token; to ask for admission; at stage 0, to send its first
+message; and stage 0, to be ready once the last stage dials it."""
 
 MESSAGE_SECS = 300.0
 """Longest one message may take a stage, its waits for credit, for room and for its turn included. Far above a
@@ -33,6 +34,7 @@ class StageContext:
     """Shared, read-only parts of one running stage.
 
     Attributes:
+        admission: what this stage tells its neighbours, and asks of them.
         transport: to dial stage 0 for a return stream.
         downstream_transport: to dial the next stage; conditioned where the options say so.
         downstream: endpoint of the next stage; None on the last one.
@@ -44,6 +46,7 @@ class StageContext:
 
     config: StageConfig
     options: StageOptions
+    admission: StageAdmission
     scheduler: Scheduler
     transport: Transport
     downstream_transport: Transport

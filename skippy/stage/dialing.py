@@ -1,11 +1,11 @@
-"""Making a connection to another stage and getting it ready."""
+"""Making a connection to another stage: connect, credentials, ready word, admission."""
 
 from __future__ import annotations
 
 import trio
 
 from skippy.config import Endpoint
-from skippy.protocol import READY_WORD, DialerHandshake, ProtocolError
+from skippy.protocol import AdmissionRequest, DialerHandshake, ProtocolError
 
 from .errors import DownstreamUnavailable
 from .links import Link, LinkClosed, Transport
@@ -16,6 +16,14 @@ RETRY_PAUSE_SECS = 0.1
 MAX_RETRY_PAUSE_SECS = 1.0
 
 
+class _Refused(Exception):
+    """The stage answered, and does not want this one."""
+
+
+class _Unanswered(Exception):
+    """The stage ended the connection instead of answering the admission request."""
+
+
 async def dial_stage(
     transport: Transport,
     endpoint: Endpoint,
@@ -23,19 +31,28 @@ async def dial_stage(
     token: bytes | None,
     source_host: str | None,
     timeout_secs: float,
+    request: AdmissionRequest | None = None,
+    allow_plain: bool = False,
     retry: bool = True,
 ) -> Link:
-    """A connection to the stage at ``endpoint`` that has said it is ready.
+    """A connection to the stage at ``endpoint`` that has said it is ready and admitted this stage.
 
     Tries again, with growing pauses, until ``timeout_secs`` have passed (connecting and readiness together);
     with ``retry`` false only once. A stage that is still loading accepts and stays silent: that wait counts
-    against the same deadline.
+    against the same deadline. A refusal ends it at once: what was compared does not change by waiting.
+
+    Args:
+        request: what to ask for admission with; None ends with the ready word, as plain generation 8 does.
+        allow_plain: dial again, without a request, where the peer ends the connection instead of answering
+            it, as one that only knows the ready word does.
 
     Raises:
-        DownstreamUnavailable: the deadline passed; names the endpoint and the last reason.
+        DownstreamUnavailable: the deadline passed, or the stage refused this one; names the endpoint and the
+            last reason.
     """
     reason = "no answer to the connection attempt"
     pause = RETRY_PAUSE_SECS
+    asked = request
     with trio.move_on_after(timeout_secs) as deadline:
         while True:
             try:
@@ -45,8 +62,16 @@ async def dial_stage(
                     "it accepted the connection and is silent: it still loads, waits for the stage after it, "
                     "asks for a link token, or speaks TLS or WebSocket"
                 )
-                await _become_ready(link, token)
+                await _become_ready(link, token, asked)
                 return link
+            except _Refused as exc:
+                reason = str(exc)
+                break
+            except _Unanswered as exc:
+                reason = str(exc)
+                if allow_plain:
+                    asked = None
+                    continue
             except trio.TooSlowError:
                 reason = f"no answer within {ATTEMPT_SECS:g} s"
             except (OSError, LinkClosed) as exc:
@@ -55,28 +80,36 @@ async def dial_stage(
                 reason = f"its handshake failed: {exc}"
             if not retry:
                 break
+            asked = request
             await trio.sleep(pause)
             pause = min(pause * 2, MAX_RETRY_PAUSE_SECS)
     within = f" within {timeout_secs:g} s" if deadline.cancelled_caught else ""
     raise DownstreamUnavailable(f"stage at {endpoint} did not become ready{within}: {reason}")
 
 
-async def _become_ready(link: Link, token: bytes | None) -> None:
+async def _become_ready(link: Link, token: bytes | None, request: AdmissionRequest | None) -> None:
     """The dialer's half of the handshake; closes the link if it fails."""
-    handshake = DialerHandshake(token)
+    handshake = DialerHandshake(token, request)
     try:
         await link.handshake()
         await link.send([handshake.data_to_send()])
-        # Exactly the ready word and no more: what follows belongs to the reply decoder.
-        ready = bytearray(len(READY_WORD))
         while not handshake.admitted:
-            count = await link.receive_into(memoryview(ready))
+            # Exactly what belongs to the handshake: what follows belongs to the reply decoder.
+            buffer = bytearray(handshake.bytes_wanted)
+            count = await link.receive_into(memoryview(buffer))
             if count == 0:
                 raise LinkClosed("it closed the connection before it was ready")
-            handshake.receive_data(ready[:count])
-            del ready[:count]
-    except BaseException:
+            handshake.receive_data(buffer[:count])
+            await link.send([handshake.data_to_send()])
+    except BaseException as exc:
         link.close()
+        if isinstance(exc, LinkClosed) and handshake.awaits_admission:
+            raise _Unanswered(
+                "it closed the connection instead of answering the admission request: "
+                "an older or incomplete peer"
+            ) from exc
+        if isinstance(exc, ProtocolError) and handshake.answer is not None:
+            raise _Refused(str(exc)) from exc
         raise
 
 

@@ -106,6 +106,8 @@ class Lane:
             token=context.token,
             source_host=context.source_host,
             timeout_secs=context.options.downstream_connect_timeout_secs,
+            request=context.admission.downstream,
+            allow_plain=context.options.allow_plain_generation_8,
         )
 
     async def _guard(self, task: Callable[[], Awaitable[None]], close: Callable[[], None]) -> None:
@@ -369,6 +371,8 @@ class Lane:
             token=context.token,
             source_host=context.source_host,
             timeout_secs=HANDSHAKE_SECS,
+            request=context.admission.stage_zero,
+            allow_plain=context.options.allow_plain_generation_8,
             retry=False,
         )
         stream = ReturnStream(context, link)

@@ -14,6 +14,7 @@ from skippy.engine import EngineInfo, StageEngine, Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .accepting import serve_listener
+from .admission import ModelIdentity, identify_engine, make_admission
 from .context import StageContext, find_neighbours, log
 from .errors import StageStartError
 from .links import Listener, StageLinks, Transport, open_links
@@ -55,6 +56,7 @@ async def open_stage(
     transport: Transport | None = None,
     listen_socket: socket.socket | None = None,
     telemetry: Telemetry = NULL_TELEMETRY,
+    identity: ModelIdentity | None = None,
     inline: bool = False,
 ) -> AsyncIterator[Stage]:
     """Bind, load the engine, and serve until the block is left.
@@ -66,6 +68,7 @@ async def open_stage(
         make_engine: called on the runtime thread; its errors are raised from here.
         transport: links to listen and connect with; default: of the scheme of each endpoint.
         listen_socket: an already listening TCP socket to use instead of binding ``bind_addr``.
+        identity: the model that the engine's part belongs to; by default its name and shape.
         inline: run the engine on the event loop (exact engines under a virtual clock).
 
     Raises:
@@ -91,7 +94,7 @@ async def open_stage(
             policy="fifo",
             max_active_sequences=scheduler.info.max_sequences,
         )
-        context = _make_context(config, topology, options, scheduler, links, telemetry)
+        context = _make_context(config, topology, options, scheduler, links, telemetry, identity)
         stage = Stage(context, listener.endpoint)
         telemetry.emit(
             names.STAGE_BINARY_SERVER_START,
@@ -147,6 +150,7 @@ def _make_context(
     scheduler: Scheduler,
     links: StageLinks,
     telemetry: Telemetry,
+    identity: ModelIdentity | None,
 ) -> StageContext:
     info = scheduler.info
     if (info.layer_start, info.layer_end) != (config.layer_start, config.layer_end):
@@ -155,9 +159,11 @@ def _make_context(
             f"the configuration says {config.layer_start}:{config.layer_end}"
         )
     downstream, stage_zero = find_neighbours(config, topology, info)
+    identity = identity or identify_engine(config, info)
     return StageContext(
         config=config,
         options=options,
+        admission=make_admission(config, topology, info, identity),
         scheduler=scheduler,
         transport=links.transport,
         downstream_transport=links.downstream,

@@ -9,11 +9,13 @@ from collections.abc import Callable
 import trio
 
 from skippy.protocol import (
+    ConnectionRole,
     ListenerHandshake,
     Message,
     MessageDecoder,
     MessageKind,
     ProtocolError,
+    RemoteProtocolError,
     encode_reply,
 )
 from skippy.telemetry import Level, names
@@ -28,6 +30,8 @@ from .nurseries import leaves
 from .queues import PendingReply
 from .turns import take_turns
 
+REFUSAL_SECS = 1.0
+"""How long a refused peer may take to hear why."""
 MAX_QUEUED_REPLIES = 64
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 """Activation bytes that received, not yet executed frames of one lane may hold."""
@@ -61,7 +65,8 @@ async def serve_connection(
 async def _serve(
     context: StageContext, link: Link, memory: FrameMemory, on_admitted: Callable[[], object]
 ) -> None:
-    handshake = ListenerHandshake(context.token)
+    plain_too = context.options.allow_plain_generation_8
+    handshake = ListenerHandshake(context.token, context.admission.loaded, allow_plain=plain_too)
     await _authenticate(link, handshake)
     if context.token is not None:
         on_admitted()  # before the wait for the stages below
@@ -77,7 +82,9 @@ async def _serve(
         # Ready is a promise about the whole chain below, so the chain comes first. Stage 0 cannot do so:
         # what connects to it may be a return stream, which needs no chain.
         lane = await open_lane() if context.stage_index > 0 else None
-        await link.send([handshake.data_to_send()])
+        if lane is not None and plain_too:
+            on_admitted()  # before the wait for a frame that may come much later
+        await _admit(context, link, handshake)
         decoder = MessageDecoder(
             context.info.input_width,
             max_activation_bytes=context.max_activation_bytes,
@@ -87,13 +94,15 @@ async def _serve(
         context.telemetry.emit(
             names.STAGE_CONNECTION_SETUP_READY, peer_addr=link.peer, downstream_agreed=lane is not None
         )
-        if lane is not None:
+        if handshake.request is not None:
             on_admitted()
         # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
         with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
             first = await receive_message(link, decoder, memory)
         if scope.cancelled_caught:
             raise LinkClosed(f"{link.peer} sent no message within {HANDSHAKE_SECS:g} s")
+        if first is not None:
+            _check_role(link, handshake, first)
         on_admitted()
         if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
             await context.hub.serve(link, decoder, first)
@@ -109,14 +118,49 @@ async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
     with trio.move_on_after(HANDSHAKE_SECS):
         await link.handshake()
         missing = "showed no link token"
-        while not handshake.admitted:
-            buffer = bytearray(256)
-            count = await link.receive_into(memoryview(buffer))
-            if count == 0:
-                raise LinkClosed(f"{link.peer} closed the connection during the handshake")
-            handshake.receive_data(buffer[:count])
+        while not handshake.authenticated:
+            await _receive(link, handshake)
         return
     raise LinkClosed(f"{link.peer} {missing} within {HANDSHAKE_SECS:g} s")
+
+
+async def _admit(context: StageContext, link: Link, handshake: ListenerHandshake) -> None:
+    """Say that this stage is ready, and answer the peer's admission request.
+
+    A peer that only knows the ready word, where such are allowed, may say nothing until it has a request.
+    """
+    await link.send([handshake.data_to_send()])
+    may_be_plain = context.options.allow_plain_generation_8 and context.stage_index > 0
+    with trio.move_on_after(math.inf if may_be_plain else HANDSHAKE_SECS):
+        while not handshake.admitted:
+            await _receive(link, handshake)
+            await link.send([handshake.data_to_send()])
+        return
+    raise LinkClosed(f"{link.peer} did not ask for admission within {HANDSHAKE_SECS:g} s")
+
+
+async def _receive(link: Link, handshake: ListenerHandshake) -> None:
+    """Feed the handshake; a peer that is refused is told why, where it may know."""
+    buffer = bytearray(4096)
+    count = await link.receive_into(memoryview(buffer))
+    if count == 0:
+        raise LinkClosed(f"{link.peer} closed the connection during the handshake")
+    try:
+        handshake.receive_data(buffer[:count])
+    except RemoteProtocolError as exc:
+        with trio.move_on_after(REFUSAL_SECS):
+            await link.send([handshake.data_to_send()])
+        raise RemoteProtocolError(f"{link.peer}: {exc}") from exc
+
+
+def _check_role(link: Link, handshake: ListenerHandshake, first: Message) -> None:
+    """The first message must be of the role that the peer was admitted in."""
+    request = handshake.request
+    opens = first.kind is MessageKind.PREDICTION_RETURN_OPEN
+    if request is not None and opens is not (request.role is ConnectionRole.RETURN):
+        raise RemoteProtocolError(
+            f"{link.peer} was admitted in the role {request.role.value!r}, but starts with {first.kind.name}"
+        )
 
 
 async def _end_with_lane(lane: Lane) -> None:

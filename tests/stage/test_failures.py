@@ -16,7 +16,6 @@ from skippy.engine.toy import ToyEngine
 from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest, InvalidSampling
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import (
-    READY_WORD,
     DialerHandshake,
     Message,
     MessageDecoder,
@@ -36,6 +35,7 @@ from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
+from tests.support.admission import admit_peer, engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
@@ -136,12 +136,20 @@ async def test_an_idle_lane_does_not_outlive_the_chain_below_it() -> None:
 
             async def accept_and_close() -> None:
                 link = await below.accept()
-                await link.send([READY_WORD])
+                last = engine_admission(toy_config(2, ranges, endpoints), ToyEngine(4, 6, 6).info)
+                await admit_peer(link, last.loaded)
                 await trio.testing.wait_all_tasks_blocked()
                 link.close()
 
             nursery.start_soon(accept_and_close)
-            lane = await dial_stage(transport, stage.endpoint, token=None, source_host=None, timeout_secs=5)
+            lane = await dial_stage(
+                transport,
+                stage.endpoint,
+                token=None,
+                source_host=None,
+                timeout_secs=5,
+                request=lane_request(stage),
+            )
             assert await read_to_end(lane) == b""
         below.close()
 
@@ -157,6 +165,7 @@ async def test_stage_zero_does_not_keep_connections_that_say_nothing(
                 token=None,
                 source_host=None,
                 timeout_secs=5,
+                request=lane_request(cluster.stages[index]),
             )
             with trio.move_on_after(HANDSHAKE_SECS + 1) as scope:
                 assert await read_to_end(link) == b""
@@ -195,8 +204,14 @@ async def test_garbage_closes_its_own_connection_only(name: str, target: int) ->
         async with toy_cluster(3, transport=TcpTransport()) as cluster, generator_over(cluster) as generator:
             async with generator.generate(REQUEST) as stream:
                 tokens = [await stream.__anext__()]
-                link = await cluster.transport.connect(cluster.stages[target].endpoint)
-                assert await read_exactly(link, 4) == READY_WORD
+                link = await dial_stage(
+                    cluster.transport,
+                    cluster.stages[target].endpoint,
+                    token=None,
+                    source_host=None,
+                    timeout_secs=5,
+                    request=lane_request(cluster.stages[target]),
+                )
                 await link.send([GARBAGE[name]])
                 if name == "half a frame":
                     link.close()
@@ -235,7 +250,12 @@ async def test_a_driver_over_the_wire_gets_predictions_on_its_lane(stages: int) 
     with trio.fail_after(20):
         async with toy_cluster(stages, transport=TcpTransport()) as cluster:
             link = await dial_stage(
-                cluster.transport, cluster.first.endpoint, token=None, source_host=None, timeout_secs=5
+                cluster.transport,
+                cluster.first.endpoint,
+                token=None,
+                source_host=None,
+                timeout_secs=5,
+                request=lane_request(cluster.first),
             )
             replies = ReplyDecoder()
             for _ in range(2):
@@ -291,16 +311,6 @@ class CuttableTransport(MemoryTransport):
         for link in self.links:
             link.close()
         self.links.clear()
-
-
-async def read_exactly(link: Link, count: int) -> bytes:
-    data = bytearray(count)
-    filled = 0
-    while filled < count:
-        received = await link.receive_into(memoryview(data)[filled:])
-        assert received
-        filled += received
-    return bytes(data)
 
 
 async def read_to_end(link: Link) -> bytes:

@@ -18,6 +18,7 @@ from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, LinkClosed
 from skippy.telemetry import NULL_TELEMETRY
+from tests.support.admission import lane_request
 from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
 
 PROMPT = [256, *b"hello"]
@@ -194,7 +195,12 @@ async def count_replies(driver: Link) -> int:
 
 async def dial(peer: ScriptedPeer) -> Link:
     return await dial_stage(
-        peer.stage.context.transport, peer.stage.endpoint, token=None, source_host=None, timeout_secs=5
+        peer.stage.context.transport,
+        peer.stage.endpoint,
+        token=None,
+        source_host=None,
+        timeout_secs=5,
+        request=lane_request(peer.stage),
     )
 
 

@@ -10,7 +10,6 @@ import attrs
 from skippy.config import Endpoint, StageOptions
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import (
-    READY_WORD,
     Buffer,
     Message,
     MessageDecoder,
@@ -21,13 +20,20 @@ from skippy.protocol import (
     encode_reply,
 )
 from skippy.stage import Stage, open_stage
+from skippy.stage.admission import StageAdmission
 from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message
 from skippy.stage.links import Link, Listener, MemoryTransport
+from tests.support.admission import admit_peer, engine_admission
 from tests.support.cluster import toy_config
 
 RANGES = [(0, 3), (3, 6)]
 ENDPOINTS = ["127.0.0.1:20000", "127.0.0.1:20001"]
+
+
+def last_admission() -> StageAdmission:
+    """What the scripted last stage says of itself."""
+    return engine_admission(toy_config(1, RANGES, ENDPOINTS), ToyEngine(*RANGES[1], 6).info)
 
 
 @attrs.define
@@ -55,7 +61,12 @@ class ScriptedLane:
         if self.returns is None:
             transport = self.stage.context.transport
             self.returns = await dial_stage(
-                transport, self.stage.endpoint, token=None, source_host=None, timeout_secs=5
+                transport,
+                self.stage.endpoint,
+                token=None,
+                source_host=None,
+                timeout_secs=5,
+                request=last_admission().stage_zero,
             )
             kind = MessageKind.PREDICTION_RETURN_OPEN
             opening = Message(
@@ -85,7 +96,7 @@ class ScriptedPeer:
     async def accept(self) -> ScriptedLane:
         """The next lane, ready."""
         link = await self.listener.accept()
-        await link.send([READY_WORD])
+        await admit_peer(link, last_admission().loaded)
         width = self.stage.info.output_width
         return ScriptedLane(self.stage, link, MessageDecoder(width, max_activation_bytes=1 << 20))
 

@@ -1,0 +1,50 @@
+"""What a test says that speaks to a stage by itself."""
+
+from __future__ import annotations
+
+from skippy.config import StageConfig
+from skippy.engine import EngineInfo
+from skippy.protocol import AdmissionRequest, ConnectionRole, ListenerHandshake, LoadedStage
+from skippy.stage import Stage
+from skippy.stage.admission import StageAdmission, identify_engine, make_admission
+from skippy.stage.links import Link
+
+
+def lane_request(stage: Stage) -> AdmissionRequest:
+    """What ``stage`` admits as a lane: the request of the stage before it, or of a driver."""
+    loaded = stage.context.admission.loaded
+    own = loaded.descriptor
+    return AdmissionRequest(
+        role=ConnectionRole.LANE,
+        sender_id="test",
+        sender_index=loaded.stage_index - 1,
+        target_id=None,
+        target_index=loaded.stage_index,
+        layer_start=own.layer_start,
+        layer_end=None,
+        run_id=loaded.run_id,
+        topology_id=loaded.topology_id,
+        model_id=loaded.model_id,
+        layer_count=None,
+        package_id=None,
+        activation_width=loaded.input_width,
+        cache_type_k=None,
+        cache_type_v=None,
+        context_length=loaded.context_length,
+        batch_rows=1,
+    )
+
+
+def engine_admission(config: StageConfig, info: EngineInfo) -> StageAdmission:
+    """The admission of a stage that runs an engine of its own."""
+    return make_admission(config, None, info, identify_engine(config, info))
+
+
+async def admit_peer(link: Link, loaded: LoadedStage) -> None:
+    """The listener's half of the handshake, for a stage that the test plays."""
+    handshake = ListenerHandshake(None, loaded)
+    while not handshake.admitted:
+        await link.send([handshake.data_to_send()])
+        buffer = bytearray(4096)
+        handshake.receive_data(buffer[: await link.receive_into(memoryview(buffer))])
+    await link.send([handshake.data_to_send()])
