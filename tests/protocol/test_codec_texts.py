@@ -349,6 +349,8 @@ def test_statistics_at_their_limits() -> None:
     assert stats.clamped(at_limits) is at_limits
     beyond = ReplyStats(kv_lookup_hits=top + 1, kv_lookup_misses=low - 1, kv_lookup_errors=3)
     assert stats.clamped(beyond) == ReplyStats(kv_lookup_hits=top, kv_lookup_misses=low, kv_lookup_errors=3)
+    assert stats.clamped(ReplyStats(kv_lookup_hits=top + 1)) == ReplyStats(kv_lookup_hits=top)
+    assert stats.clamped(ReplyStats(kv_lookup_hits=low - 1)) == ReplyStats(kv_lookup_hits=low)
     assert [stats.stage_mask(i) for i in (-1, 0, 1, 62, 63)] == [0, 1, 2, 1 << 62, 0]
     values = {0.0: 0, -1.0: 0, 0.0004: 0, 0.0005: 1, 0.0015: 2, 1.0: 1000, 1e300: top, 2.0**63 / 1000: top}
     for milliseconds, us in values.items():

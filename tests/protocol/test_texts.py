@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 from skippy.protocol import (
+    READY_WORD,
     AdmissionAnswer,
     AnnexedReplyDecoder,
     CreditWindow,
@@ -39,6 +40,7 @@ from skippy.protocol import (
     SessionState,
     UpstreamConnection,
     activation_bytes,
+    admit,
     check_activation,
     check_answer,
     check_return_open,
@@ -386,6 +388,18 @@ def test_a_plain_peer_is_known_by_its_first_word() -> None:
     assert listener.receive_data(u32(1)[3:])
     assert listener.trailing_data == u32(1)
     assert listener.extensions == ()
+
+
+def test_a_listener_that_answers_before_it_is_asked_is_understood() -> None:
+    dialer = DialerHandshake(None, REQUEST)
+    assert dialer.receive_data(READY_WORD + encode_admission(admit(REQUEST, LOADED)) + b"frames")
+    assert dialer.trailing_data == b"frames"
+
+
+@pytest.mark.parametrize("shown", [b"x", b"XXXX", b"None", bytes(64)])
+def test_an_empty_token_matches_nothing(shown: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="^wrong transport token$"):
+        ListenerHandshake(b"").receive_data(encode_transport_auth(shown))
 
 
 def test_flags_that_come_with_a_kind() -> None:
