@@ -391,9 +391,11 @@ def test_a_plain_peer_is_known_by_its_first_word() -> None:
 
 
 def test_a_listener_that_answers_before_it_is_asked_is_understood() -> None:
-    dialer = DialerHandshake(None, REQUEST)
+    dialer = DialerHandshake(b"t", REQUEST)
+    assert dialer.answer is None
     assert dialer.receive_data(READY_WORD + encode_admission(admit(REQUEST, LOADED)) + b"frames")
     assert dialer.trailing_data == b"frames"
+    assert dialer.data_to_send() == encode_transport_auth(b"t") + encode_admission(REQUEST)
 
 
 @pytest.mark.parametrize("shown", [b"x", b"XXXX", b"None", bytes(64)])
