@@ -160,7 +160,7 @@ def test_stage_zero_says_what_is_missing_and_recovers_when_it_comes(
         assert refused.status_code == 503
         assert "127.0.0.2" in refused.json()["error"]["message"]
         with running(commands[1]) as second:
-            first.wait_for("ready")
+            first.wait_for("^ready$")
             assert ask(url).status_code == 200
             second.stop(signal.SIGKILL, timeout=10)
         assert ask(url).status_code == 503
