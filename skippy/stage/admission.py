@@ -21,6 +21,7 @@ from skippy.engine import EngineInfo
 from skippy.models import RULES_VERSION, GGUFHeader, LayerRangeError, SliceInfo, plan_slice
 from skippy.models.info import is_slice, split_layer_name
 from skippy.protocol import (
+    ANNEX_EXTENSION,
     AdmissionProfile,
     AdmissionRequest,
     ConnectionRole,
@@ -202,7 +203,7 @@ def make_admission(
     topology: StageTopology | None,
     info: EngineInfo,
     identity: ModelIdentity,
-    extensions: tuple[str, ...] = (),
+    extensions: tuple[str, ...] = (ANNEX_EXTENSION,),
 ) -> StageAdmission:
     """The admission of a loaded stage. Raises LocalProtocolError for a model that cannot be described."""
     own = describe(identity, config, info, (info.layer_start, info.layer_end))
@@ -248,7 +249,8 @@ def make_admission(
             cache_type_v=config.cache_type_v,
             context_length=info.context_length,
             batch_rows=info.max_batch,
-            extensions=extensions,
+            # The reason of a failed request goes up the lane; the return stream brings tokens alone.
+            extensions=extensions if role is ConnectionRole.LANE else (),
         )
         descriptor = None if end is None else describe(identity, config, info, (start, end))
         return request if descriptor is None else with_descriptor(request, descriptor)

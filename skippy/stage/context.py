@@ -29,6 +29,10 @@ MESSAGE_SECS = 300.0
 slow prefill chunk; whatever stalls for longer costs the lane, not the stage."""
 
 
+REASON_SECS = 0.5
+"""How long a lane that lost its return stream waits for the reason, which comes up the lane itself."""
+
+
 @attrs.frozen(slots=True, kw_only=True)
 class StageContext:
     """Shared, read-only parts of one running stage.

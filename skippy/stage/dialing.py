@@ -35,7 +35,34 @@ async def dial_stage(
     allow_plain: bool = False,
     retry: bool = True,
 ) -> Link:
+    """As :func:`dial_admitted`, for a connection on which no extension matters."""
+    link, _ = await dial_admitted(
+        transport,
+        endpoint,
+        token=token,
+        source_host=source_host,
+        timeout_secs=timeout_secs,
+        request=request,
+        allow_plain=allow_plain,
+        retry=retry,
+    )
+    return link
+
+
+async def dial_admitted(
+    transport: Transport,
+    endpoint: Endpoint,
+    *,
+    token: bytes | None,
+    source_host: str | None,
+    timeout_secs: float,
+    request: AdmissionRequest | None = None,
+    allow_plain: bool = False,
+    retry: bool = True,
+) -> tuple[Link, tuple[str, ...]]:
     """A connection to the stage at ``endpoint`` that has said it is ready and admitted this stage.
+
+    Returns the link and the extensions that were agreed.
 
     Tries again, with growing pauses, until ``timeout_secs`` have passed (connecting and readiness together);
     with ``retry`` false only once. A stage that is still loading accepts and stays silent: that wait counts
@@ -62,8 +89,7 @@ async def dial_stage(
                     "it accepted the connection and is silent: it still loads, waits for the stage after it, "
                     "asks for a link token, or speaks TLS or WebSocket"
                 )
-                await _become_ready(link, token, asked)
-                return link
+                return link, await _become_ready(link, token, asked)
             except _Refused as exc:
                 reason = str(exc)
                 break
@@ -87,8 +113,8 @@ async def dial_stage(
     raise DownstreamUnavailable(f"stage at {endpoint} did not become ready{within}: {reason}")
 
 
-async def _become_ready(link: Link, token: bytes | None, request: AdmissionRequest | None) -> None:
-    """The dialer's half of the handshake; closes the link if it fails."""
+async def _become_ready(link: Link, token: bytes | None, request: AdmissionRequest | None) -> tuple[str, ...]:
+    """The dialer's half of the handshake; closes the link if it fails. Returns the agreed extensions."""
     handshake = DialerHandshake(token, request)
     try:
         await link.handshake()
@@ -101,6 +127,7 @@ async def _become_ready(link: Link, token: bytes | None, request: AdmissionReque
                 raise LinkClosed("it closed the connection before it was ready")
             handshake.receive_data(buffer[:count])
             await link.send([handshake.data_to_send()])
+        return handshake.extensions
     except BaseException as exc:
         link.close()
         if isinstance(exc, LinkClosed) and handshake.awaits_admission:

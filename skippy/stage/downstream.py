@@ -8,17 +8,21 @@ from collections.abc import Callable
 import trio
 
 from skippy.protocol import (
+    AnnexedReplyDecoder,
     CreditWindow,
+    FailureCode,
     Message,
     RemoteProtocolError,
     Reply,
     ReplyDecoder,
     ReplyKind,
+    RequestFailure,
     encode_frame,
 )
 from skippy.telemetry import names
 
 from .context import StageContext
+from .errors import RequestFailed, SettingsRefused
 from .framing import receive_reply
 from .links import Link, LinkClosed
 from .writer import LinkWriter, Reservation
@@ -32,9 +36,13 @@ class Downstream:
 
     Args:
         window: the lane's credit for frames that an early ACK answers.
+        annexed: the reply annex was agreed on this connection.
     """
 
-    def __init__(self, context: StageContext, link: Link, window: CreditWindow) -> None:
+    def __init__(
+        self, context: StageContext, link: Link, window: CreditWindow, *, annexed: bool = False
+    ) -> None:
+        self.annexed = annexed
         self._context = context
         self._link = link
         self._width = context.info.output_width
@@ -79,6 +87,10 @@ class Downstream:
         if not self._context.options.async_prefill_forward:
             await self._writer.wait_flushed()
 
+    def close(self) -> None:
+        """End the connection. Safe to call twice."""
+        self._link.close()
+
     def reserve(self) -> Reservation | None:
         """As :meth:`LinkWriter.reserve`, for a frame that no acknowledgement answers."""
         return self._writer.reserve()
@@ -89,8 +101,19 @@ class Downstream:
             await self._acked.park()
 
     async def read(self) -> None:
-        """The acknowledgement reader: waits on nothing but its link."""
-        decoder = ReplyDecoder()
+        """The acknowledgement reader: waits on nothing but its link.
+
+        Raises RequestFailed when the stage below said why it ends the connection.
+        """
+        decoder = AnnexedReplyDecoder() if self.annexed else ReplyDecoder()
+        try:
+            await self._read_acks(decoder)
+        except LinkClosed as exc:
+            if isinstance(decoder, AnnexedReplyDecoder) and decoder.failure is not None:
+                raise _failure_below(decoder.failure) from exc
+            raise
+
+    async def _read_acks(self, decoder: ReplyDecoder) -> None:
         while (reply := await receive_reply(self._link, decoder)) is not None:
             if reply.kind is not ReplyKind.ACK:
                 raise RemoteProtocolError(
@@ -104,3 +127,9 @@ class Downstream:
             on_ack(reply)
             self._acked.unpark_all()
         raise LinkClosed(f"{self._link.peer} closed the connection")
+
+
+def _failure_below(failure: RequestFailure) -> RequestFailed:
+    """What a later stage gave as its reason."""
+    refused = failure.code is FailureCode.SETTINGS_REFUSED
+    return (SettingsRefused if refused else RequestFailed)(failure.reason)

@@ -14,6 +14,7 @@ from typing import Protocol
 import trio
 
 from skippy.protocol import (
+    ANNEX_EXTENSION,
     Lane as LaneMachine,
     Message,
     MessageKind,
@@ -27,14 +28,14 @@ from skippy.protocol import (
 )
 from skippy.telemetry import Level, names
 
-from .context import HANDSHAKE_SECS, MESSAGE_SECS, StageContext
-from .dialing import dial_stage
+from .context import HANDSHAKE_SECS, MESSAGE_SECS, REASON_SECS, StageContext
+from .dialing import dial_admitted, dial_stage
 from .downstream import Downstream
 from .errors import DownstreamUnavailable, LaneLost, RequestFailed, StageError
 from .express import Express, prediction_frame
 from .framing import allocate
 from .intake import DATA, RESTORES, check_data
-from .links import Link, LinkClosed
+from .links import LinkClosed
 from .predictions import Predictions
 from .queues import PendingReply
 from .returns import ReturnStream
@@ -64,7 +65,7 @@ class Lane:
         self._session: StageSession | None = None
         self._downstream: Downstream | None = None
         self._return: ReturnStream | None = None
-        self.predictions = Predictions(context.hub, lambda reason: self.fail(LaneLost(reason)))
+        self.predictions = Predictions(context.hub, self._lose_return)
         """What stage 0 is owed on this lane; unused on other stages."""
         self._owed: deque[PendingReply] = deque()
         self._failure: StageError | None = None
@@ -81,13 +82,12 @@ class Lane:
         On leaving, on every path, the session is dropped and all links of the lane are closed.
         """
         try:
-            link = await self._dial_downstream()
+            self._downstream = downstream = await self._dial_downstream()
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                if link is not None:
-                    self._downstream = Downstream(self._context, link, self.machine.credit)
-                    nursery.start_soon(self._guard, self._downstream.write, link.close)
-                    nursery.start_soon(self._guard, self._downstream.read, link.close)
+                if downstream is not None:
+                    nursery.start_soon(self._guard, downstream.write, downstream.close)
+                    nursery.start_soon(self._guard, downstream.read, downstream.close)
                 task_status.started()
                 await self._ended.wait()
                 nursery.cancel_scope.cancel()
@@ -96,11 +96,11 @@ class Lane:
             if self._drop_session():
                 self._context.telemetry.emit(names.STAGE_BINARY_SESSION_ORPHAN_RECLAIMED, lane=self.number)
 
-    async def _dial_downstream(self) -> Link | None:
+    async def _dial_downstream(self) -> Downstream | None:
         context = self._context
         if context.downstream is None:
             return None
-        return await dial_stage(
+        link, extensions = await dial_admitted(
             context.downstream_transport,
             context.downstream,
             token=context.token,
@@ -109,6 +109,7 @@ class Lane:
             request=context.admission.downstream,
             allow_plain=context.options.allow_plain_generation_8,
         )
+        return Downstream(context, link, self.machine.credit, annexed=ANNEX_EXTENSION in extensions)
 
     async def _guard(self, task: Callable[[], Awaitable[None]], close: Callable[[], None]) -> None:
         """Run one of the lane's tasks; its end is the lane's end."""
@@ -116,8 +117,21 @@ class Lane:
             await task()
         except (LinkClosed, ProtocolError, OSError) as exc:
             self.fail(LaneLost(str(exc)))
+        except RequestFailed as exc:
+            self.fail(exc)
         finally:
             close()
+
+    def _lose_return(self, reason: str) -> None:
+        """The return stream is gone, and so is the lane, after REASON_SECS where a reason may still come."""
+        if self._failure is None and self._nursery is not None:
+            patience = REASON_SECS if self._downstream and self._downstream.annexed else 0
+            self._nursery.start_soon(self._fail_after, patience, LaneLost(reason))
+
+    async def _fail_after(self, patience: float, failure: LaneLost) -> None:
+        with trio.move_on_after(patience):
+            await self._ended.wait()
+        self.fail(failure)
 
     @property
     def failure(self) -> StageError | None:

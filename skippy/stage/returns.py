@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from skippy.protocol import (
+    AnnexedReplyDecoder,
     LocalProtocolError,
     Message,
     MessageDecoder,
@@ -61,7 +62,9 @@ class ReturnHub:
         for key in [key for key, waiting in self._waiting.items() if waiting is target]:
             del self._waiting[key]
 
-    async def serve(self, link: Link, decoder: MessageDecoder, opening: Message) -> None:
+    async def serve(
+        self, link: Link, decoder: MessageDecoder, opening: Message, *, annexed: bool = False
+    ) -> None:
         """Read replies from an accepted stream until it ends, or its lane does.
 
         Raises RemoteProtocolError for an open that nobody waits for.
@@ -72,14 +75,16 @@ class ReturnHub:
             raise RemoteProtocolError(
                 f"{link.peer} opened a return stream for request {opening.request_id}, which waits for none"
             )
-        replies = ReplyDecoder()
+        replies = AnnexedReplyDecoder() if annexed else ReplyDecoder()
         replies.receive_data(decoder.take_trailing_data())
         with trio.CancelScope() as scope:
             target.bind_return(opening, scope)
             try:
                 while (reply := await receive_reply(link, replies)) is not None:
                     target.deliver_prediction(reply)
-                target.fail_return(f"{link.peer} closed the prediction return stream")
+                why = replies.failure if isinstance(replies, AnnexedReplyDecoder) else None
+                closed = f"{link.peer} closed the prediction return stream"
+                target.fail_return(closed if why is None else why.reason)
             except (LinkClosed, RemoteProtocolError) as exc:
                 target.fail_return(str(exc))
                 raise

@@ -9,19 +9,24 @@ from collections.abc import Callable
 import trio
 
 from skippy.protocol import (
+    ANNEX_EXTENSION,
     ConnectionRole,
+    FailureCode,
     ListenerHandshake,
     Message,
     MessageDecoder,
     MessageKind,
     ProtocolError,
     RemoteProtocolError,
+    ReplyAnnex,
+    RequestFailure,
+    encode_annex,
     encode_reply,
 )
 from skippy.telemetry import Level, names
 
 from .context import HANDSHAKE_SECS, StageContext, log
-from .errors import LaneLost, StageError
+from .errors import LaneLost, RequestFailed, SettingsRefused, StageError
 from .framing import receive_message
 from .lane import Lane
 from .links import Link, LinkClosed
@@ -45,11 +50,13 @@ async def serve_connection(
     ``on_admitted`` is called, perhaps more than once, when the peer has shown that it belongs to the chain.
     """
     reason: str | None = None
+    replies = _ReplyChannel()
     try:
         with contextlib.closing(FrameMemory(context.frame_budget)) as memory:
-            await _serve(context, link, memory, on_admitted)
+            await _serve(context, link, memory, replies, on_admitted)
     except* (LinkClosed, ProtocolError, StageError) as group:
         reason = _texts(group)
+        await _tell_why(link, replies, group)
     except* Exception as group:
         # A fault of ours: it must not take the other connections with it, and must not stay unseen.
         context.telemetry.emit(
@@ -62,15 +69,30 @@ async def serve_connection(
         context.telemetry.emit(names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=reason)
 
 
+async def _tell_why(link: Link, replies: _ReplyChannel, group: BaseException) -> None:
+    """Send the reason of a failed request ahead of the end, where the annex was agreed."""
+    failure = next((exc for exc in leaves(group) if isinstance(exc, RequestFailed)), None)
+    if failure is None or not replies.annexed or replies.sending:
+        return
+    refused = isinstance(failure, SettingsRefused)
+    code = FailureCode.SETTINGS_REFUSED if refused else FailureCode.FAILED
+    annex = ReplyAnnex(failure=RequestFailure(replies.request_id, code, str(failure)))
+    with trio.move_on_after(REFUSAL_SECS), contextlib.suppress(LinkClosed):
+        await link.send([encode_annex(annex)])
+
+
 async def _serve(
-    context: StageContext, link: Link, memory: FrameMemory, on_admitted: Callable[[], object]
+    context: StageContext,
+    link: Link,
+    memory: FrameMemory,
+    replies: _ReplyChannel,
+    on_admitted: Callable[[], object],
 ) -> None:
     plain_too = context.options.allow_plain_generation_8
     handshake = ListenerHandshake(context.token, context.admission.loaded, allow_plain=plain_too)
     await _authenticate(link, handshake)
     if context.token is not None:
         on_admitted()  # before the wait for the stages below
-    replies = _ReplyChannel()
     async with trio.open_nursery() as nursery:
 
         async def open_lane() -> Lane:
@@ -85,6 +107,7 @@ async def _serve(
         if lane is not None and plain_too:
             on_admitted()  # before the wait for a frame that may come much later
         await _admit(context, link, handshake)
+        replies.annexed = ANNEX_EXTENSION in handshake.extensions
         decoder = MessageDecoder(
             context.info.input_width,
             max_activation_bytes=context.max_activation_bytes,
@@ -105,10 +128,10 @@ async def _serve(
             _check_role(link, handshake, first)
         on_admitted()
         if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
-            await context.hub.serve(link, decoder, first)
+            await context.hub.serve(link, decoder, first, annexed=replies.annexed)
         elif first is not None:
             nursery.start_soon(_write_replies, context, link, replies)
-            await _execute(context, link, lane or await open_lane(), decoder, first, memory)
+            await _execute(context, link, lane or await open_lane(), decoder, first, memory, replies)
         nursery.cancel_scope.cancel()
 
 
@@ -176,6 +199,7 @@ async def _execute(
     decoder: MessageDecoder,
     first: Message,
     memory: FrameMemory,
+    replies: _ReplyChannel,
 ) -> None:
     """Read ahead, within bounds, and execute in order; returns at the end of the peer's stream.
 
@@ -200,6 +224,7 @@ async def _execute(
         return message
 
     async def handle(message: Message) -> None:
+        replies.request_id = message.request_id
         await lane.handle(message)
         memory.release(len(message.activation))
 
@@ -207,9 +232,18 @@ async def _execute(
 
 
 class _ReplyChannel:
-    """Owed replies on their way to the writer task."""
+    """Owed replies on their way to the writer task.
+
+    Attributes:
+        annexed: the reply annex was agreed on this connection.
+        sending: a reply is being sent, and perhaps half of it is out.
+        request_id: of the message executed last.
+    """
 
     def __init__(self) -> None:
+        self.annexed = False
+        self.sending = False
+        self.request_id = 0
         self._send, self._receive = trio.open_memory_channel[PendingReply](MAX_QUEUED_REPLIES)
 
     async def put(self, reply: PendingReply) -> None:
@@ -226,7 +260,9 @@ async def _write_replies(context: StageContext, link: Link, replies: _ReplyChann
         with context.telemetry.span(
             names.STAGE_BINARY_UPSTREAM_REPLY_WRITE, level=Level.DEBUG, reply_kind=reply.kind.name
         ):
+            replies.sending = True
             await link.send([encode_reply(reply)])
+            replies.sending = False
 
 
 def _texts(group: BaseException) -> str:
