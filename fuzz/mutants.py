@@ -27,13 +27,13 @@ def outcome(code: int | None) -> str:
 
 def main() -> int:
     total: Counter[str] = Counter()
-    print("| module | mutants | killed | of them by time | survived |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    print("| module | mutants | judged | killed | of them by time | survived |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for path in sorted(FOLDER.glob("*.meta")):
         codes = json.loads(path.read_bytes())["exit_code_by_key"].values()
         counts = Counter(outcome(code) for code in codes)
         total += counts
-        if counts.total() > counts["open"]:
+        if counts:
             print(_row(path.name.removesuffix(".py.meta"), counts))
     print(_row("all", total))
     killed, judged = total["killed"] + total["timeout"], total.total() - total["open"]
@@ -44,7 +44,8 @@ def main() -> int:
 
 def _row(name: str, counts: Counter[str]) -> str:
     killed, survived = counts["killed"] + counts["timeout"], counts["survived"] + counts["untested"]
-    return f"| {name} | {counts.total() - counts['open']} | {killed} | {counts['timeout']} | {survived} |"
+    cells = (counts.total(), counts.total() - counts["open"], killed, counts["timeout"], survived)
+    return f"| {name} | {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

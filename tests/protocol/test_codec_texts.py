@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -390,3 +391,15 @@ def test_the_smallest_chunks_are_samples_too() -> None:
         prefill_compute_token_count_at_slowest_rate=0,
     )
     assert stats.merge(ReplyStats(), empty) == ReplyStats()
+
+
+def test_the_largest_state_may_travel() -> None:
+    pages = mmap.mmap(-1, 512 * MIB + 1)  # never touched
+    whole = memoryview(pages)
+    header_bytes, payload = encode_message(
+        message(K.STATE_IMPORT, token_count=512 * MIB, raw_bytes=whole[: 512 * MIB])
+    )
+    assert (len(header_bytes), len(payload)) == (72, 512 * MIB)
+    with pytest.raises(LocalProtocolError) as caught:
+        encode_message(message(K.STATE_IMPORT, token_count=512 * MIB + 1, raw_bytes=whole))
+    assert str(caught.value) == "state import of 536870913 bytes is over the limit of 536870912"
