@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import psutil
 import pytest
 
 from skippy.engine import EngineError, FloatArray, StageEngine
@@ -168,6 +169,20 @@ def test_penalty_window(last: StageEngine) -> None:
         sampler.accept([1, 5, 2, 3])
         assert sampler.sample(logits, 0) == choice, window
         sampler.close()
+
+
+@pytest.mark.parametrize("fields", [{"penalty_last_n": 2**31 - 1}, {"dry_penalty_last_n": 2**31 - 1}])
+def test_a_window_longer_than_the_context_costs_no_more(native: StageEngine, fields: dict[str, int]) -> None:
+    """llama.cpp allocates its window at once: 8 GiB for this one, which would end the process."""
+    config = settings(temperature=0.0, repeat_penalty=1.5, dry_multiplier=1.0, **fields)
+    before = psutil.Process().memory_info().rss
+    sampler = native.new_sampler(config)
+    sampler.accept([9, 9])
+    logits = np.zeros(native.info.vocab_size, dtype=np.float32)
+    logits[[9, 17]] = 5.0, 4.0
+    assert sampler.sample(logits, 0) == 17
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    sampler.close()
 
 
 def test_accept_refuses_unknown_tokens(last: StageEngine) -> None:

@@ -126,7 +126,7 @@ class LlamaSampler(Sampler):
             self._array.size, self._array.selected, self._array.sorted = 1, -1, True
 
     def _add_penalties(self, settings: SamplingConfig) -> None:
-        last = self._context_length if settings.penalty_last_n < 0 else settings.penalty_last_n
+        last = self._window(settings.penalty_last_n)
         sampler = api.llama_sampler_init_penalties(
             self._vocabulary.size,
             last,
@@ -140,19 +140,24 @@ class LlamaSampler(Sampler):
     def _add_dry(self, settings: SamplingConfig) -> None:
         if settings.dry_multiplier == 0.0 or settings.dry_base < 1.0:
             return
-        last = self._context_length if settings.dry_penalty_last_n < 0 else settings.dry_penalty_last_n
+        last = self._window(settings.dry_penalty_last_n)
         breakers = [breaker.encode() for breaker in settings.dry_sequence_breakers]
         sampler = api.llama_sampler_init_dry(
             self._vocabulary.pointer,
             settings.dry_multiplier,
             settings.dry_base,
             settings.dry_allowed_length,
-            min(last, self._context_length),
+            last,
             (ctypes.c_char_p * len(breakers))(*breakers),
             len(breakers),
         )
         self._add_fixed(sampler)
         self._remember(sampler, last)
+
+    def _window(self, asked: int) -> int:
+        """Tokens to look back at, -1 standing for all. llama.cpp takes four bytes for each at once, so never
+        more than there can be."""
+        return self._context_length if asked < 0 else min(asked, self._context_length)
 
     def _remember(self, sampler: Any, last: int) -> None:
         self._history.append(sampler)
