@@ -12,11 +12,12 @@ FOLDER: Final = Path("mutants/skippy/protocol")
 _SURVIVED: Final = 0
 _FAILED: Final = (1, 3)  # a test failed, or pytest itself
 _NO_TEST: Final = (5, 33)
+_INTERRUPTED: Final = 2  # the run was stopped while the tests ran
 
 
 def outcome(code: int | None) -> str:
     """What an exit code of mutmut's worker means; whatever ended it otherwise was a limit on its time."""
-    if code is None:
+    if code is None or code == _INTERRUPTED:
         return "open"
     if code == _SURVIVED:
         return "survived"

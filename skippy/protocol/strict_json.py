@@ -106,7 +106,7 @@ class Fields:
             raise RemoteProtocolError(f"{self._where}: field {name!r} must be {low} to {high}")
         return value
 
-    def integer_or_null(self, name: str, low: int = 0, high: int = I64_MAX) -> int | None:
+    def integer_or_null(self, name: str, low: int, high: int) -> int | None:
         return None if self._null(name) else self.integer(name, low, high)
 
     def boolean(self, name: str) -> bool:

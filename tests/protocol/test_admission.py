@@ -282,6 +282,7 @@ def test_every_field_of_a_request_is_asked_for_and_typed(name: str) -> None:
         (changed(REQUEST, sender_index=-2), "'sender_index' must be -1 to 4294967295"),
         (changed(REQUEST, target_index=2**32), "'target_index' must be 0 to 4294967295"),
         (changed(REQUEST, layer_end=0), "'layer_end' must be 1 to"),
+        (changed(REQUEST, layer_end=2**32), "'layer_end' must be 1 to 4294967295"),
         (changed(REQUEST, layer_start=True), "'layer_start' must be an integer, not a boolean"),
         (changed(REQUEST, context_length=0), "'context_length' must be 1 to"),
         (changed(REQUEST, batch_rows=0), "'batch_rows' must be 1 to"),

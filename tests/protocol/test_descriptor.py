@@ -176,13 +176,29 @@ def test_json_that_is_not_strict(body: bytes, text: str) -> None:
     assert str(caught.value) == text
 
 
+def test_what_a_peer_writes_is_quoted_to_80_characters() -> None:
+    long, quoted = "n" * 81, repr("n" * 80)
+    with pytest.raises(RemoteProtocolError, match=f"field {quoted} appears twice$"):
+        parse_object(f'{{"{long}":1,"{long}":1}}'.encode(), "it")
+    with pytest.raises(RemoteProtocolError, match=f"unknown field {quoted}$"):
+        parse_object(f'{{"{long}":1}}'.encode(), "it").end()
+    with pytest.raises(RemoteProtocolError, match=f"must be one of a, not {quoted}$"):
+        parse_object(f'{{"c":"{long}"}}'.encode(), "it").choice("c", {"a": 1})
+
+
+def test_canonical_json_has_no_spelling_for_what_is_no_number() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            canonical_json({"a": value})
+
+
 def test_a_number_of_thousands_of_digits_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="it is not strict JSON: .*digits"):
         parse_object(b'{"a":' + b"9" * 60_000 + b"}", "it")
 
 
 def test_fields_are_taken_by_name_and_type() -> None:
-    value = {"t": "x", "n": 3, "b": True, "l": ["x"], "o": {}, "z": None, "q": [{}, 1]}
+    value = {"t": "x", "n": 3, "b": True, "l": ["x"], "o": {}, "z": None, "f": 1.5, "q": [{}, 1]}
 
     def fields() -> Fields:
         return parse_object(json.dumps(value).encode(), "it")
@@ -193,13 +209,14 @@ def test_fields_are_taken_by_name_and_type() -> None:
     )  # fmt: skip
     taken.object("o").end()
     assert taken.text_or_null("z") is None
-    with pytest.raises(RemoteProtocolError, match="it: unknown field 'q'"):
+    with pytest.raises(RemoteProtocolError, match="it: unknown field 'f'"):
         taken.end()
     wrong = {
         "it: field 'n' must be a string, not an integer": lambda f: f.text("n"),
         "it: field 'none' is missing": lambda f: f.text("none"),
         "it: field 't' must be an integer, not a string": lambda f: f.integer("t"),
         "it: field 'b' must be an integer, not a boolean": lambda f: f.integer("b"),
+        "it: field 'f' must be an integer, not a fraction": lambda f: f.integer("f"),
         "it: field 'n' must be 4 to 5": lambda f: f.integer("n", 4, 5),
         "it: field 'n' must be true or false, not an integer": lambda f: f.boolean("n"),
         "it: field 't' must be a list, not a string": lambda f: f.texts("t"),
