@@ -178,6 +178,7 @@ def words(*values: int) -> bytes:
     [
         (words(0x53545841, 2), "annex version 2; this side speaks 1"),
         (words(0x53545841, 1, 65_537), "an annex of 65537 bytes; at most 65536"),
+        (framed(words(2, 1) + bytes(65_528)), "65528 bytes too many in an annex"),  # the limit is inclusive
         (framed(b""), "ends inside a field, at byte 0"),
         (framed(words(0)), "annex flags 0x0"),
         (framed(words(8)), "annex flags 0x8"),
@@ -210,6 +211,19 @@ def test_wrong_bytes(data: bytes, text: str) -> None:
         with pytest.raises(RemoteProtocolError) as again:
             decoder.next_reply()
         assert again.value is caught.value
+
+
+@pytest.mark.parametrize(
+    "data", [words(9), words(0x53545841, 2), words(0x53545841, 1, 65_537)], ids=["kind", "version", "length"]
+)
+def test_a_wrong_word_is_refused_when_it_is_complete(data: bytes) -> None:
+    decoder = AnnexedReplyDecoder()
+    decoder.receive_data(data[:-1])
+    assert decoder.next_reply() is None
+    assert decoder.annex is None
+    decoder.receive_data(data[-1:])
+    with pytest.raises(RemoteProtocolError):
+        decoder.next_reply()
 
 
 def test_minus_infinity_and_a_rounding_above_zero_are_values() -> None:

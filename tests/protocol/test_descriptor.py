@@ -152,6 +152,12 @@ def test_long_lists_differ_in_few_words() -> None:
         "2 entries, among them blk.3.attn_q.weight",
         "2 entries, among them x",
     )
+    fewer = attrs.evolve(DESCRIPTOR, resident_tensor_ids=("blk.2.attn_q.weight",))
+    assert descriptor_difference(DESCRIPTOR, fewer) == (
+        "resident_tensor_ids",
+        "2 entries, among them blk.3.attn_q.weight",
+        "1 entries",
+    )
 
 
 @pytest.mark.parametrize(
