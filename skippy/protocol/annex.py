@@ -278,6 +278,11 @@ class AnnexedReplyDecoder(ReplyDecoder):
         self.failure: RequestFailure | None = None
         self._annexes: deque[ReplyAnnex | None] = deque()
 
+    @property
+    def ended(self) -> bool:
+        """The reason of a failed request has come."""
+        return self.failure is not None
+
     def next_reply(self) -> Reply | None:
         """As in the base class; an annex that does not fit its reply is a RemoteProtocolError too."""
         reply = super().next_reply()

@@ -36,6 +36,11 @@ class ReplyDecoder(Decoder[Reply]):
         super().__init__()
         self._max_tokens = min(max_tokens, MAX_STAGE_PREDICTED_TOKENS)
 
+    @property
+    def ended(self) -> bool:
+        """A frame said that nothing follows it; in generation 8 none does."""
+        return False
+
     def next_reply(self) -> Reply | None:
         """The next whole reply, or None when more bytes are needed.
 

@@ -30,7 +30,8 @@ slow prefill chunk; whatever stalls for longer costs the lane, not the stage."""
 
 
 REASON_SECS = 0.5
-"""How long a lane that lost its return stream waits for the reason, which comes up the lane itself."""
+"""How long a lane that cannot send any more, or lost its return stream, still waits for the reason, which the
+stage below sends up the lane before it closes it."""
 
 
 @attrs.frozen(slots=True, kw_only=True)

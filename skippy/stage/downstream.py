@@ -22,7 +22,7 @@ from skippy.protocol import (
 from skippy.telemetry import names
 
 from .context import StageContext
-from .errors import RequestFailed, SettingsRefused
+from .errors import LaneLost, RequestFailed, SettingsRefused
 from .framing import receive_reply
 from .links import Link, LinkClosed
 from .writer import LinkWriter, Reservation
@@ -103,15 +103,14 @@ class Downstream:
     async def read(self) -> None:
         """The acknowledgement reader: waits on nothing but its link.
 
-        Raises RequestFailed when the stage below said why it ends the connection.
+        Raises RequestFailed as soon as the stage below has said why it ends the connection, LaneLost when the
+        link ends without a reason: none can come any more.
         """
         decoder = AnnexedReplyDecoder() if self.annexed else ReplyDecoder()
         try:
             await self._read_acks(decoder)
         except LinkClosed as exc:
-            if isinstance(decoder, AnnexedReplyDecoder) and decoder.failure is not None:
-                raise _failure_below(decoder.failure) from exc
-            raise
+            raise LaneLost(str(exc)) from exc
 
     async def _read_acks(self, decoder: ReplyDecoder) -> None:
         while (reply := await receive_reply(self._link, decoder)) is not None:
@@ -126,6 +125,8 @@ class Downstream:
                 self._window.ack()
             on_ack(reply)
             self._acked.unpark_all()
+        if isinstance(decoder, AnnexedReplyDecoder) and decoder.failure is not None:
+            raise _failure_below(decoder.failure)
         raise LinkClosed(f"{self._link.peer} closed the connection")
 
 

@@ -44,9 +44,14 @@ async def receive_message(
 
 
 async def receive_reply(link: Link, decoder: ReplyDecoder) -> Reply | None:
-    """The next whole reply; everything else as :func:`receive_message`."""
+    """The next whole reply; None also where the last frame says that none follows.
+
+    Everything else as :func:`receive_message`.
+    """
     deadline = math.inf
     while (reply := decoder.next_reply()) is None:
+        if decoder.ended:
+            return None
         received = await _receive_some(link, decoder, deadline, None)
         if received is None:
             return None

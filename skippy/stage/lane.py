@@ -65,11 +65,13 @@ class Lane:
         self._session: StageSession | None = None
         self._downstream: Downstream | None = None
         self._return: ReturnStream | None = None
-        self.predictions = Predictions(context.hub, self._lose_return)
+        self.predictions = Predictions(context.hub, self._lose)
         """What stage 0 is owed on this lane; unused on other stages."""
         self._owed: deque[PendingReply] = deque()
         self._failure: StageError | None = None
+        self._loss: LaneLost | None = None
         self._ended = trio.Event()
+        self._patience = trio.CancelScope()
         self._scopes: set[trio.CancelScope] = set()
         self._nursery: trio.Nursery | None = None
 
@@ -86,10 +88,13 @@ class Lane:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 if downstream is not None:
-                    nursery.start_soon(self._guard, downstream.write, downstream.close)
+                    nursery.start_soon(self._guard, downstream.write)
                     nursery.start_soon(self._guard, downstream.read, downstream.close)
                 task_status.started()
-                await self._ended.wait()
+                with self._patience:
+                    await self._ended.wait()
+                if self._loss is not None:
+                    self.fail(self._loss)
                 nursery.cancel_scope.cancel()
         finally:
             self.fail(LaneLost("the lane is closed"))
@@ -111,32 +116,38 @@ class Lane:
         )
         return Downstream(context, link, self.machine.credit, annexed=ANNEX_EXTENSION in extensions)
 
-    async def _guard(self, task: Callable[[], Awaitable[None]], close: Callable[[], None]) -> None:
+    async def _guard(
+        self, task: Callable[[], Awaitable[None]], close: Callable[[], None] = lambda: None
+    ) -> None:
         """Run one of the lane's tasks; its end is the lane's end."""
         try:
             await task()
-        except (LinkClosed, ProtocolError, OSError) as exc:
+        except LinkClosed as exc:
+            self._lose(str(exc))
+        except (ProtocolError, OSError) as exc:
             self.fail(LaneLost(str(exc)))
-        except RequestFailed as exc:
+        except StageError as exc:
             self.fail(exc)
         finally:
             close()
 
-    def _lose_return(self, reason: str) -> None:
-        """The return stream is gone, and so is the lane, after REASON_SECS where a reason may still come."""
-        if self._failure is None and self._nursery is not None:
-            patience = REASON_SECS if self._downstream and self._downstream.annexed else 0
-            self._nursery.start_soon(self._fail_after, patience, LaneLost(reason))
+    def _lose(self, reason: str) -> None:
+        """A link is broken for sending, or the return stream is gone: the lane takes no more messages.
 
-    async def _fail_after(self, patience: float, failure: LaneLost) -> None:
-        with trio.move_on_after(patience):
-            await self._ended.wait()
-        self.fail(failure)
+        It ends after REASON_SECS, in which a reason that the stage below has sent may still be read, or at
+        once where none can come. Never waits.
+        """
+        if self._downstream is None or not self._downstream.annexed:
+            self.fail(LaneLost(reason))
+        elif self._loss is None:
+            self._loss = LaneLost(reason)
+            self.machine.fail()
+            self._patience.deadline = trio.current_time() + REASON_SECS
 
     @property
     def failure(self) -> StageError | None:
-        """Why the lane ended; None while it lives."""
-        return self._failure
+        """Why the lane has ended, or is about to; None while it is fit for use."""
+        return self._failure or self._loss
 
     def fail(self, failure: StageError) -> None:
         """End the lane; the first failure stays. Never waits."""
@@ -155,9 +166,15 @@ class Lane:
             scope.cancel()
 
     def check_alive(self) -> None:
-        """Raise the lane's failure if it has ended: after any wait it may have, whatever was waited for."""
-        if self._failure is not None:
-            raise self._failure
+        """Raise ``failure`` if there is one: after any wait there may be, whatever was waited for."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def _check_verdict(self) -> None:
+        """As ``check_alive``, once it is certain why the lane ends."""
+        if self._loss is not None:
+            await self._ended.wait()
+        self.check_alive()
 
     def close(self) -> None:
         """End the lane in good order. Never waits."""
@@ -175,7 +192,7 @@ class Lane:
             await self._downstream.wait_drained()
         for place in [*self._owed, *self.predictions.places]:
             await place.wait()
-        self.check_alive()
+        await self._check_verdict()
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -187,7 +204,7 @@ class Lane:
         Raises:
             LaneLost, RequestFailed: the lane has ended, now or before, and why.
         """
-        self.check_alive()
+        await self._check_verdict()
         with trio.move_on_after(MESSAGE_SECS) as scope:
             self._scopes.add(scope)
             try:
@@ -196,7 +213,9 @@ class Lane:
                     names.STAGE_BINARY_MESSAGE_TIMING, lane=self.number, message_kind=message.kind.name
                 ):
                     await self._dispatch(message)
-            except (ProtocolError, LinkClosed) as exc:
+            except LinkClosed as exc:
+                self._lose(str(exc))
+            except ProtocolError as exc:
                 self.fail(LaneLost(str(exc)))
             except (RequestFailed, DownstreamUnavailable) as exc:
                 self.fail(exc)
@@ -204,7 +223,7 @@ class Lane:
                 self._scopes.discard(scope)
         if scope.cancelled_caught:
             self.fail(LaneLost(f"{message.kind.name} was not carried out within {MESSAGE_SECS:g} s"))
-        self.check_alive()
+        await self._check_verdict()
 
     async def _dispatch(self, message: Message) -> None:
         kind = message.kind
@@ -277,7 +296,10 @@ class Lane:
 
     def _fail_for(self, error: Exception) -> None:
         """End the lane for what went wrong on the engine's thread."""
-        self.fail(LaneLost(str(error)) if isinstance(error, LinkClosed) else RequestFailed(str(error)))
+        if isinstance(error, LinkClosed):
+            self._lose(str(error))
+        else:
+            self.fail(RequestFailed(str(error)))
 
     async def _answer(self, message: Message, token: int | None) -> None:
         """The last stage's reply to a data message, where it owes one."""
@@ -396,5 +418,5 @@ class Lane:
             link.close()
             raise
         self._return = stream
-        self._nursery.start_soon(self._guard, stream.write, link.close)
+        self._nursery.start_soon(self._guard, stream.write)
         self._nursery.start_soon(self._guard, stream.watch, link.close)

@@ -36,7 +36,9 @@ from .queues import PendingReply
 from .turns import take_turns
 
 REFUSAL_SECS = 1.0
-"""How long a refused peer may take to hear why."""
+"""How long a peer may take to hear why its connection ends, and to close it then."""
+MAX_DROPPED_BYTES = 64 * 1024 * 1024
+"""What a peer may send meanwhile."""
 MAX_QUEUED_REPLIES = 64
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 """Activation bytes that received, not yet executed frames of one lane may hold."""
@@ -49,13 +51,12 @@ async def serve_connection(
 
     ``on_admitted`` is called, perhaps more than once, when the peer has shown that it belongs to the chain.
     """
-    reason: str | None = None
     replies = _ReplyChannel()
     try:
         with contextlib.closing(FrameMemory(context.frame_budget)) as memory:
             await _serve(context, link, memory, replies, on_admitted)
     except* (LinkClosed, ProtocolError, StageError) as group:
-        reason = _texts(group)
+        context.telemetry.emit(names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=_texts(group))
         await _tell_why(link, replies, group)
     except* Exception as group:
         # A fault of ours: it must not take the other connections with it, and must not stay unseen.
@@ -65,8 +66,6 @@ async def serve_connection(
         log.error("connection failed by a fault of this program", peer=link.peer, exc_info=group)
     finally:
         link.close()
-    if reason is not None:
-        context.telemetry.emit(names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=reason)
 
 
 async def _tell_why(link: Link, replies: _ReplyChannel, group: BaseException) -> None:
@@ -77,8 +76,20 @@ async def _tell_why(link: Link, replies: _ReplyChannel, group: BaseException) ->
     refused = isinstance(failure, SettingsRefused)
     code = FailureCode.SETTINGS_REFUSED if refused else FailureCode.FAILED
     annex = ReplyAnnex(failure=RequestFailure(replies.request_id, code, str(failure)))
+    await _say_last(link, encode_annex(annex))
+
+
+async def _say_last(link: Link, data: bytes) -> None:
+    """Send what explains the end of a connection, and let the peer be the one that closes it.
+
+    Closing a TCP connection with data that was not read resets it, and a reset may overtake what was sent
+    before it. So what the peer still sends is read and dropped, within REFUSAL_SECS and MAX_DROPPED_BYTES.
+    """
     with trio.move_on_after(REFUSAL_SECS), contextlib.suppress(LinkClosed):
-        await link.send([encode_annex(annex)])
+        await link.send([data])
+        scratch, dropped = memoryview(bytearray(64 * 1024)), 0
+        while dropped < MAX_DROPPED_BYTES and (count := await link.receive_into(scratch)):
+            dropped += count
 
 
 async def _serve(
@@ -171,8 +182,8 @@ async def _receive(link: Link, handshake: ListenerHandshake) -> None:
     try:
         handshake.receive_data(buffer[:count])
     except RemoteProtocolError as exc:
-        with trio.move_on_after(REFUSAL_SECS):
-            await link.send([handshake.data_to_send()])
+        if answer := handshake.data_to_send():
+            await _say_last(link, answer)
         raise RemoteProtocolError(f"{link.peer}: {exc}") from exc
 
 

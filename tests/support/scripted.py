@@ -23,7 +23,7 @@ from skippy.stage import Stage, open_stage
 from skippy.stage.admission import StageAdmission
 from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message
-from skippy.stage.links import Link, Listener, MemoryTransport
+from skippy.stage.links import Link, Listener, MemoryTransport, Transport
 from tests.support.admission import admit_peer, engine_admission
 from tests.support.cluster import toy_config
 
@@ -103,14 +103,18 @@ class ScriptedPeer:
 
 @contextlib.asynccontextmanager
 async def scripted_peer(
-    options: StageOptions | None = None, *, inline: bool = False, transport: MemoryTransport | None = None
+    options: StageOptions | None = None,
+    *,
+    inline: bool = False,
+    transport: Transport | None = None,
+    endpoints: Sequence[str] = ENDPOINTS,
 ) -> AsyncIterator[ScriptedPeer]:
-    """A real toy stage 0 in front of a scripted last stage, over memory links."""
+    """A real toy stage 0 in front of a scripted last stage, over memory links unless said otherwise."""
     transport = transport or MemoryTransport()
-    listener = await transport.listen(Endpoint.parse(ENDPOINTS[1]))
+    listener = await transport.listen(Endpoint.parse(endpoints[1], allow_any_port=True))
     try:
         async with open_stage(
-            toy_config(0, RANGES, ENDPOINTS),
+            toy_config(0, RANGES, [endpoints[0], str(listener.endpoint)]),
             None,
             options or StageOptions(),
             lambda: ToyEngine(0, 3, 6),

@@ -107,7 +107,7 @@ class ConditionedLink(Link):
         return await self._inner.receive_into(buffer)
 
     async def run(self) -> None:
-        """Deliver until the link ends, however it does."""
+        """Deliver until the link takes nothing more; what it brings can still be received then."""
         try:
             while self._failure is None:
                 if not self._frames:
@@ -122,8 +122,9 @@ class ConditionedLink(Link):
                     self._changed.unpark_all()
         except LinkClosed as exc:
             self._end(str(exc))
-        finally:
+        except BaseException:
             self.close()
+            raise
 
     def close(self) -> None:
         self._end("the link is closed")
