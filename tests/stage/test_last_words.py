@@ -237,15 +237,20 @@ async def dial_annexed(cluster: Cluster) -> Link:
     return link
 
 
-async def test_a_reason_survives_what_the_stage_has_not_read() -> None:
+@pytest.fixture
+def much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take more than a second for megabytes."""
+    monkeypatch.setattr(upstream, "REFUSAL_SECS", 15.0)
+
+
+async def test_a_reason_survives_what_the_stage_has_not_read(much_time: None) -> None:
     """Far more than the system buffers, all of it sent before the reason is read."""
     with trio.fail_after(20):
         async with toy_cluster(1, transport=TcpTransport()) as cluster:
             cluster.engines[0].fail_next = EngineError("out of luck")
             link = await dial_annexed(cluster)
             await link.send(chunk())
-            for _ in range(6):
-                await link.send(chunk(1_000_000))
+            await link.send(chunk(1_000_000) * 6)
             decoder = AnnexedReplyDecoder()
             assert await receive_reply(link, decoder) == Reply.ack()
             assert await receive_reply(link, decoder) is None
@@ -253,7 +258,7 @@ async def test_a_reason_survives_what_the_stage_has_not_read() -> None:
             link.close()
 
 
-async def test_a_refusal_survives_what_the_stage_has_not_read() -> None:
+async def test_a_refusal_survives_what_the_stage_has_not_read(much_time: None) -> None:
     with trio.fail_after(20):
         async with toy_cluster(1, transport=TcpTransport()) as cluster:
             link = await cluster.transport.connect(cluster.first.endpoint)
