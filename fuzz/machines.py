@@ -26,10 +26,12 @@ from skippy.protocol import (
     UpstreamConnection,
     UpstreamEvent,
     Verb,
+    WindowState,
     authoritative_position,
     default_state,
     execution_tokens,
 )
+from skippy.protocol.kinds import MAX_VERIFY_WINDOW_PIPELINE_DEPTH
 
 STEP_BYTES: Final = 5
 MAX_STEPS: Final = 200
@@ -40,7 +42,9 @@ _REPLIES: Final = tuple(ReplyKind)
 def _message(kind_byte: int, shape: int, place: int, count: int) -> Message:
     """A message from four bytes: mostly its kind's own header, small numbers, one of two requests."""
     kind = _KINDS[kind_byte % len(_KINDS)]
-    state = attrs.evolve(default_state(kind), checkpoint_generation=shape >> 4 & 3, current_token=count & 7)
+    state = attrs.evolve(
+        default_state(kind), checkpoint_generation=shape >> 4 & 3, current_token=count & 7, seq_id=place
+    )
     if shape & 0xC0 == 0xC0:
         state = attrs.evolve(state, phase=shape & 7, flags=place)
     tokens = tuple(range(count >> 4))
@@ -71,12 +75,16 @@ class _Stage:
 
     def _seen(self) -> tuple[object, ...]:
         c, s = self.connection, self.session
-        return c.state, c.live, c.configured, s.state, s.length, s.epoch
+        windows = tuple((w.id, w.state) for w in s.windows.windows)
+        return c.state, c.live, c.configured, s.state, s.length, s.epoch, s.stale_frames, windows
 
     def receive(self, message: Message) -> None:
-        event = _tried(self._seen, lambda: self.connection.receive(message))
+        stale = self.session.is_stale(message)
+        before = self._seen()
+        event = _tried(self._seen, lambda: self.connection.receive(message, stale=stale))
         if event is _REFUSED:
             return
+        assert not stale or self._seen() == before, "a stale frame changed something"
         position = authoritative_position(message)
         assert position is None or position >= 0
         with contextlib.suppress(RemoteProtocolError):
@@ -86,6 +94,8 @@ class _Stage:
         elif event is UpstreamEvent.TRIM:
             length = self.session.length
             assert 0 <= self.session.trim(message) <= length
+        elif event is UpstreamEvent.RETIRE_WINDOW:
+            _tried(self._seen, lambda: self.session.windows.retire(message))
         elif event is UpstreamEvent.RESTORE:
             _tried(self._seen, lambda: self.session.restored(message, message.pos_start))
 
@@ -94,6 +104,7 @@ class _Stage:
         action = _tried(self._seen, lambda: self.session.accept(message))
         if action is _REFUSED:
             return
+        assert self.session.windows.unresolved <= MAX_VERIFY_WINDOW_PIPELINE_DEPTH
         if action.verb is Verb.STALE:
             assert self.session.length == length
         else:
@@ -101,10 +112,22 @@ class _Stage:
             assert (action.verb is Verb.RUN) == (action.position == length)
             assert self.session.length == action.position + action.count
 
+    def resolve(self, window_id: int, predictions: int) -> None:
+        """The oldest window's turn, or another id that is refused."""
+        windows = self.session.windows
+        oldest = next((w for w in windows.windows if w.state in (WindowState.OPEN, WindowState.STALE)), None)
+        if window_id & 1 and oldest is not None:
+            window_id = oldest.id
+        state = _tried(self._seen, lambda: windows.resolve(window_id, predictions))
+        if state is not _REFUSED:
+            assert oldest is not None
+            assert oldest.id == window_id
+            assert (state is WindowState.COMMITTED) == (oldest in windows.windows)
+
     def stop(self) -> None:
         if _tried(self._seen, self.connection.stopped) is not _REFUSED:
             self.session.stop()
-            assert self.session.length == 0
+            assert self.session.length == self.session.windows.unresolved == 0
 
     def missed(self) -> None:
         _tried(self._seen, self.connection.restore_missed)
@@ -160,6 +183,8 @@ def machines(data: bytes) -> None:
             stage.stop()
         elif choice < 148:
             stage.missed()
+        elif choice < 164:
+            stage.resolve(rest[0], rest[1] & 7)
         elif choice == 255:
             stage, driver = _Stage(), _Driver()
         else:

@@ -37,7 +37,15 @@ from .codec import (
     estimated_wire_bytes,
 )
 from .descriptor import AdmissionProfile, AdmissionSidecar, StageAdmissionDescriptor, descriptor_fault
-from .epochs import EPOCH_KINDS, RequestEpoch, VerifyWindowRange, authoritative_position, verify_window
+from .epochs import (
+    EPOCH_KINDS,
+    RequestEpoch,
+    VerifyWindowRange,
+    authoritative_position,
+    is_skipped,
+    stale_reply,
+    verify_window,
+)
 from .errors import ErrorKind, LocalProtocolError, ProtocolError, RemoteProtocolError
 from .float32 import Float32NaN, bits_of_float, float_of_bits
 from .handshake import READY_WORD, DialerHandshake, ListenerHandshake, encode_transport_auth
@@ -80,7 +88,10 @@ from .states import (
     SessionState,
     UpstreamEvent,
     UpstreamState,
+    WindowEvent,
+    WindowState,
 )
+from .verify import VerifyPipeline, VerifyWindow
 
 __all__ = [
     "ANNEX_EXTENSION",
@@ -143,7 +154,11 @@ __all__ = [
     "UpstreamEvent",
     "UpstreamState",
     "Verb",
+    "VerifyPipeline",
+    "VerifyWindow",
     "VerifyWindowRange",
+    "WindowEvent",
+    "WindowState",
     "activation_bytes",
     "activation_multiplier",
     "admit",
@@ -166,8 +181,10 @@ __all__ = [
     "execution_tokens",
     "float_of_bits",
     "frame_flags_of",
+    "is_skipped",
     "reply_kinds",
     "requires_predicted_reply",
+    "stale_reply",
     "state_flags_of",
     "state_matches_kind",
     "stats",

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .states import HANDSHAKE, LANE, RETURN, SESSION, UPSTREAM
+from .states import HANDSHAKE, LANE, RETURN, SESSION, UPSTREAM, WINDOW
 
 BEGIN: Final = "<!-- diagrams: printed by `python -m skippy.protocol diagrams`, do not edit -->"
 END: Final = "<!-- end of diagrams -->"
@@ -18,6 +18,7 @@ _MACHINES: Final[tuple[tuple[str, Table], ...]] = (
     ("Lane", LANE),
     ("Session", SESSION),
     ("Prediction return", RETURN),
+    ("Verify window", WINDOW),
 )
 
 

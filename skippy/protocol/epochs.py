@@ -9,9 +9,9 @@ from typing import Final
 
 import attrs
 
-from .kinds import MessageKind
-from .messages import Message
-from .rules import DATA_KINDS, POSITIONED_KINDS
+from .kinds import LLAMA_TOKEN_NULL, MessageKind, ReplyKind
+from .messages import Message, Reply
+from .rules import DATA_KINDS, POSITIONED_KINDS, PREDICTED_KINDS
 
 EPOCH_KINDS: Final = DATA_KINDS | {MessageKind.TRY_RESTORE_PREFILL_DECODE}
 """Kinds whose header carries a usable epoch; controls do not."""
@@ -65,6 +65,23 @@ def authoritative_position(message: Message) -> int | None:
     Only kinds 2, 8, 9 and 21 with a non-negative ``pos_start`` have one.
     """
     return message.pos_start if message.kind in POSITIONED_KINDS and message.pos_start >= 0 else None
+
+
+def is_skipped(message: Message) -> bool:
+    """Whether an earlier stage found ``message`` stale and passed on its header alone."""
+    return message.token_count == 0 and message.kind in DATA_KINDS
+
+
+def stale_reply(message: Message) -> Reply:
+    """What the final stage answers to a stale frame: a reply of the kind that is due, with nothing in it.
+
+    No token where one is due, no tokens for a verify window, else an Ack.
+    """
+    if message.kind is MessageKind.VERIFY_WINDOW:
+        return Reply.of_predicted_tokens((), message.state.seq_id)
+    if message.kind in PREDICTED_KINDS:
+        return Reply(ReplyKind.PREDICTED_TOKEN, LLAMA_TOKEN_NULL)
+    return Reply.ack()
 
 
 def verify_window(message: Message) -> VerifyWindowRange | None:

@@ -151,15 +151,20 @@ class UpstreamConnection(Machine[UpstreamState, UpstreamEvent]):
         """Whether the live request has had its ConfigureGeneration."""
         return self._configured
 
-    def receive(self, message: Message) -> UpstreamEvent:
+    def receive(self, message: Message, *, stale: bool = False) -> UpstreamEvent:
         """Check that ``message`` fits here and now, and step.
+
+        A ``stale`` one (:meth:`~skippy.protocol.Session.is_stale`) fits wherever a request is live, and
+        changes nothing.
 
         Raises:
             RemoteProtocolError: the kind does not fit the state, the header's phase or flags do not match the
                 kind (data kinds), or the ids are not those of the live request.
         """
         kind = message.kind
-        event = _UPSTREAM_EVENTS[kind]
+        event = UpstreamEvent.STALE if stale else _UPSTREAM_EVENTS[kind]
+        if event is UpstreamEvent.STATE_TRANSFER:
+            raise RemoteProtocolError(f"{kind.name} does not fit: no stage takes or gives session state")
         state = self._check(event, RemoteProtocolError)
         if kind in DATA_KINDS and not state_matches_kind(kind, message.state):
             raise RemoteProtocolError(

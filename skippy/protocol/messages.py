@@ -131,6 +131,19 @@ class Message:
             activation,
         )
 
+    def skipped(self, source_stage_index: int) -> Message:
+        """This message as a stage passes it on that does not carry it out: its header, and no rows."""
+        return attrs.evolve(
+            self,
+            state=attrs.evolve(self.state, source_stage_index=source_stage_index),
+            token_count=0,
+            sampling=None,
+            chat_sampling_metadata=None,
+            tokens=(),
+            positions=(),
+            activation=b"",
+        )
+
 
 @attrs.frozen(slots=True)
 class ReplyStats:

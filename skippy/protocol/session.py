@@ -9,13 +9,14 @@ import enum
 
 import attrs
 
-from .epochs import EPOCH_KINDS, RequestEpoch
+from .epochs import EPOCH_KINDS, RequestEpoch, VerifyWindowRange, is_skipped
 from .errors import LocalProtocolError, RemoteProtocolError
 from .kinds import MessageKind
 from .machines import Machine
 from .messages import Message
 from .rules import DATA_KINDS, POSITIONED_KINDS
 from .states import SESSION, SessionEvent, SessionState
+from .verify import VerifyPipeline
 
 
 class Verb(enum.Enum):
@@ -49,10 +50,15 @@ class Session(Machine[SessionState, SessionEvent]):
 
     The length is what the engine's sequence will hold once every accepted frame has run, so call ``accept``
     in arrival order, once per data frame, and drop the session when an accepted frame could not be run.
+
+    Attributes:
+        windows: the request's verify windows, which ``accept`` and ``trim`` open, skip and rewind.
+        stale_frames: how many frames were not executed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, windows: VerifyPipeline | None = None) -> None:
         super().__init__("session", SESSION, SessionState.NEW)
+        self.windows = VerifyPipeline() if windows is None else windows
         self._length = 0
         self._epoch: RequestEpoch | None = None
         self._ids: tuple[int, int] | None = None
@@ -69,17 +75,22 @@ class Session(Machine[SessionState, SessionEvent]):
         return self._epoch
 
     def is_stale(self, message: Message) -> bool:
-        """Whether ``message`` belongs to a generation that a rewind, trim or replay has left behind.
+        """Whether ``message`` is not to be executed.
 
-        Only kinds with a usable epoch are compared, by ``checkpoint_generation``: within one generation the
-        position decides, so that rejected speculation can be undone by the next frame.
+        So is a frame of a generation that a rewind, trim or replay has left behind, and one that an earlier
+        stage has skipped. Only kinds with a usable epoch are compared, by ``checkpoint_generation``: within
+        one generation the position decides, so that rejected speculation can be undone by the next frame.
         """
-        return (
-            self._epoch is not None
-            and message.kind in EPOCH_KINDS
-            and self._epoch.same_flow(RequestEpoch.of(message))
-            and message.state.checkpoint_generation < self._epoch.checkpoint_generation
-        )
+        epoch = self._epoch
+        if epoch is not None and message.state.checkpoint_generation < epoch.checkpoint_generation:
+            return message.kind in EPOCH_KINDS and epoch.same_flow(RequestEpoch.of(message))
+        return is_skipped(message)
+
+    def skip(self, message: Message) -> None:
+        """Count a stale frame. Nothing else changes, but that a verify window waits for its answer."""
+        if message.kind is MessageKind.VERIFY_WINDOW:
+            self.windows.skip(message.state.seq_id)
+        self.stale_frames += 1
 
     def accept(self, message: Message) -> Action:
         """Decide what a data frame (kinds 1, 2, 4, 5, 6, 8, 9, 21) means, and step.
@@ -91,7 +102,8 @@ class Session(Machine[SessionState, SessionEvent]):
 
         Raises:
             RemoteProtocolError: a gap (position ahead of what the session holds), a prefill over positions
-                already held, a decode without a position before anything was prefilled, other ids.
+                already held, a decode without a position before anything was prefilled, other ids, a verify
+                window out of order or one too many.
             LocalProtocolError: not a data kind.
         """
         kind = message.kind
@@ -100,12 +112,16 @@ class Session(Machine[SessionState, SessionEvent]):
         ids = (message.request_id, message.session_id)
         if self._ids is not None and ids != self._ids:
             raise RemoteProtocolError(f"{kind.name} for {ids} on the session of {self._ids}")
-        if message.token_count == 0 or self.is_stale(message):
-            self.stale_frames += 1
+        if self.is_stale(message):
+            self.skip(message)
             return _STALE
         if message.token_count < 0:
             raise RemoteProtocolError(f"{kind.name} with token_count {message.token_count}")
         action = self._place(message)
+        if kind is MessageKind.VERIFY_WINDOW:
+            self.windows.open(VerifyWindowRange(message.state.seq_id, action.position, action.count))
+        elif action.verb is Verb.REWIND:
+            self.windows.rewind(action.position)
         self._remote(SessionEvent.DATA)
         self._ids = ids
         self._epoch = RequestEpoch.of(message)
@@ -140,6 +156,7 @@ class Session(Machine[SessionState, SessionEvent]):
             raise LocalProtocolError(f"{message.kind.name} is not a trim")
         self._remote(SessionEvent.TRIM)
         self._length = min(self._length, max(message.token_count, 0))
+        self.windows.rewind(self._length)
         return self._length
 
     def restored(self, message: Message, length: int) -> None:
@@ -160,3 +177,4 @@ class Session(Machine[SessionState, SessionEvent]):
         self._length = 0
         self._epoch = None
         self._ids = None
+        self.windows.clear()

@@ -1,10 +1,10 @@
 """States, events and transition tables of the protocol's machines.
 
-Prose first, then the tables; :mod:`skippy.protocol.machines`, :mod:`skippy.protocol.session` and
-:mod:`skippy.protocol.handshake` hold the current state and the counters. A pair that is not in a table is an
-error: :class:`LocalProtocolError` when our own caller caused the event, :class:`RemoteProtocolError` when the
-peer did. The diagrams of ``docs/protocol.md`` are printed from these tables
-(``python -m skippy.protocol diagrams``).
+Prose first, then the tables; :mod:`skippy.protocol.machines`, :mod:`skippy.protocol.session`,
+:mod:`skippy.protocol.verify` and :mod:`skippy.protocol.handshake` hold the current state and the counters. A
+pair that is not in a table is an error: :class:`LocalProtocolError` when our own caller caused the event,
+:class:`RemoteProtocolError` when the peer did. The diagrams of ``docs/protocol.md`` are printed from these
+tables (``python -m skippy.protocol diagrams``).
 
 Handshake
     The dialer sends its credentials, if any, and waits for the ready word; then it asks for admission and
@@ -17,7 +17,8 @@ Upstream connection
     prompt comes in chunks; the generation settings may come before, between or after them, but before the
     first decode. A final prefill chunk samples, so it starts decoding. Stop ends the request; when we have
     acknowledged it the connection is idle again and may carry the next request. A cache probe asks a question
-    and leaves the state alone. A fused restore-and-decode that misses falls back to where prefill may start.
+    and leaves the state alone, and so does a stale frame: it is answered, and nothing else. A fused
+    restore-and-decode that misses falls back to where prefill may start.
     State transfer and a return-stream open fit nowhere here.
 
 Lane
@@ -31,6 +32,12 @@ Session
 Prediction return
     The stream on which the final stage answers stage 0. It opens once per lane, bound to the request that was
     running; between requests it is idle.
+
+Verify window
+    Proposed tokens that run at once. A window is open until its answer, which commits it: its predictions
+    count, and its positions belong to the session. A rewind below its end makes an open one stale: it is
+    answered all the same, in its turn, and then discarded. A committed one that is taken back, or that
+    nobody will ask to be taken back any more, is retired. A request has many windows, first in, first out.
 """
 
 from __future__ import annotations
@@ -105,6 +112,7 @@ class UpstreamEvent(enum.Enum):
     RESTORE_MISSED = "restore missed"
     TRIM = "trim"
     RETIRE_WINDOW = "retire window"
+    STALE = "stale frame"
     STOP = "stop"
     STOPPED = "stopped"
     RETURN_OPEN = "return open"
@@ -137,6 +145,7 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.RESTORE: _US.PREFILLING,
         _UE.RESTORE_DECODE: _US.DECODING,
         _UE.TRIM: _US.PREFILLING,
+        _UE.STALE: _US.PREFILLING,
         _UE.STOP: _US.STOPPING,
         _UE.CLOSE: _US.CLOSED,
     },
@@ -151,6 +160,7 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.RESTORE: _US.CONFIGURED,
         _UE.RESTORE_DECODE: _US.DECODING,
         _UE.TRIM: _US.CONFIGURED,
+        _UE.STALE: _US.CONFIGURED,
         _UE.STOP: _US.STOPPING,
         _UE.CLOSE: _US.CLOSED,
     },
@@ -160,6 +170,7 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.REPLAY_FINAL: _US.DECODING,
         _UE.RESTORE_MISSED: _US.PREFILLING,
         _UE.TRIM: _US.DECODING,
+        _UE.STALE: _US.DECODING,
         _UE.RETIRE_WINDOW: _US.DECODING,
         _UE.STOP: _US.STOPPING,
         _UE.CLOSE: _US.CLOSED,
@@ -262,4 +273,29 @@ RETURN: Final[Mapping[ReturnState, Mapping[ReturnEvent, ReturnState]]] = {
     },
     ReturnState.IDLE: {ReturnEvent.BIND: ReturnState.BOUND, ReturnEvent.CLOSE: ReturnState.CLOSED},
     ReturnState.CLOSED: {ReturnEvent.CLOSE: ReturnState.CLOSED},
+}
+
+
+class WindowState(enum.Enum):
+    OPEN = "open"
+    COMMITTED = "committed"
+    STALE = "stale"
+    RETIRED = "retired"
+
+
+class WindowEvent(enum.Enum):
+    COMMIT = "commit"
+    DISCARD = "discard"
+    REWIND = "rewind"
+    RETIRE = "retire"
+
+
+WINDOW: Final[Mapping[WindowState, Mapping[WindowEvent, WindowState]]] = {
+    WindowState.OPEN: {WindowEvent.COMMIT: WindowState.COMMITTED, WindowEvent.REWIND: WindowState.STALE},
+    WindowState.COMMITTED: {
+        WindowEvent.REWIND: WindowState.RETIRED,
+        WindowEvent.RETIRE: WindowState.RETIRED,
+    },
+    WindowState.STALE: {WindowEvent.DISCARD: WindowState.RETIRED, WindowEvent.REWIND: WindowState.STALE},
+    WindowState.RETIRED: {},
 }

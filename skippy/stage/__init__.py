@@ -12,7 +12,8 @@ from .errors import (
     StageError,
     StageStartError,
 )
-from .lane import Lane, ReplySink
+from .execution import ReplySink
+from .lane import Lane
 from .queues import PendingReply
 from .service import Stage, open_stage
 

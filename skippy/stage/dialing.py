@@ -59,10 +59,11 @@ async def dial_admitted(
     request: AdmissionRequest | None = None,
     allow_plain: bool = False,
     retry: bool = True,
-) -> tuple[Link, tuple[str, ...]]:
+) -> tuple[Link, tuple[str, ...] | None]:
     """A connection to the stage at ``endpoint`` that has said it is ready and admitted this stage.
 
-    Returns the link and the extensions that were agreed.
+    Returns the link and the extensions that were agreed; None in their place for a peer that was asked for
+    nothing and only knows the ready word.
 
     Tries again, with growing pauses, until ``timeout_secs`` have passed (connecting and readiness together);
     with ``retry`` false only once. A stage that is still loading accepts and stays silent: that wait counts
@@ -113,8 +114,10 @@ async def dial_admitted(
     raise DownstreamUnavailable(f"stage at {endpoint} did not become ready{within}: {reason}")
 
 
-async def _become_ready(link: Link, token: bytes | None, request: AdmissionRequest | None) -> tuple[str, ...]:
-    """The dialer's half of the handshake; closes the link if it fails. Returns the agreed extensions."""
+async def _become_ready(
+    link: Link, token: bytes | None, request: AdmissionRequest | None
+) -> tuple[str, ...] | None:
+    """The dialer's half of the handshake; closes the link if it fails. Returns as :func:`dial_admitted`."""
     handshake = DialerHandshake(token, request)
     try:
         await link.handshake()
@@ -127,7 +130,7 @@ async def _become_ready(link: Link, token: bytes | None, request: AdmissionReque
                 raise LinkClosed("it closed the connection before it was ready")
             handshake.receive_data(buffer[:count])
             await link.send([handshake.data_to_send()])
-        return handshake.extensions
+        return None if request is None else handshake.extensions
     except BaseException as exc:
         link.close()
         if isinstance(exc, LinkClosed) and handshake.awaits_admission:

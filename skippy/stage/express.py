@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from skippy.engine import StageEngine
 from skippy.protocol import Buffer, Reply, encode_reply
 
-from .session import EngineCall
+from .session import EngineCall, Predicted
 from .writer import Reservation
 
 
@@ -22,14 +22,14 @@ class Express:
 
     Args:
         reservation: the right to send, released by :meth:`finish`.
-        frame: what to send for the token that was computed (None where the stage is not the last).
+        frame: what to send for what was predicted (None where the stage is not the last).
         on_error: told when the call or the sending failed.
     """
 
     def __init__(
         self,
         reservation: Reservation,
-        frame: Callable[[int | None], Sequence[Buffer]],
+        frame: Callable[[Predicted], Sequence[Buffer]],
         on_error: Callable[[Exception], None],
     ) -> None:
         self._reservation = reservation
@@ -39,10 +39,10 @@ class Express:
     def call(self, compute: EngineCall) -> EngineCall:
         """``compute``, followed by the sending. Raises LinkClosed besides what ``compute`` raises."""
 
-        def compute_and_send(engine: StageEngine) -> int | None:
-            token = compute(engine)
-            self._reservation.send(self._frame(token))
-            return token
+        def compute_and_send(engine: StageEngine) -> Predicted:
+            predicted = compute(engine)
+            self._reservation.send(self._frame(predicted))
+            return predicted
 
         return compute_and_send
 
@@ -53,7 +53,7 @@ class Express:
             self._on_error(error)
 
 
-def prediction_frame(token: int | None) -> Sequence[Buffer]:
+def prediction_frame(token: Predicted) -> Sequence[Buffer]:
     """The last stage's frame for a token."""
-    assert token is not None
+    assert isinstance(token, int)
     return [encode_reply(Reply.predicted_token(token))]

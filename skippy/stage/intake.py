@@ -1,4 +1,4 @@
-"""What a stage takes from upstream: kinds it carries out, and what a data frame must be before it runs."""
+"""What a stage takes from upstream: what a frame must be before anything is done for it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,18 @@ from typing import Final
 
 from skippy.protocol import Message, MessageKind, RemoteProtocolError
 
-DATA: Final = frozenset(
-    {
-        MessageKind.PREFILL_EMBD,
-        MessageKind.PREFILL_FINAL_EMBD,
-        MessageKind.DECODE_EMBD,
-        MessageKind.DECODE_READOUT,
-        MessageKind.DECODE_REPLAY_EMBD,
-        MessageKind.DECODE_REPLAY_FINAL_EMBD,
-    }
-)
 RESTORES: Final = frozenset(
     {
         MessageKind.PROBE_PREFILL,
         MessageKind.RESTORE_PREFILL,
         MessageKind.TRY_RESTORE_PREFILL,
+        MessageKind.TRY_RESTORE_PREFILL_DECODE,
     }
 )
 
 
 def check_data(message: Message, stage_index: int, max_batch: int) -> None:
-    """Refuse a data frame of another stage's neighbour, and one with more rows than an engine call takes.
+    """Refuse a data frame of another stage's neighbour, and one that the engine cannot take as it is.
 
     An activation that skipped a stage has the right size and would give wrong tokens without an error, so
     its source counts. The rows are checked before a buffer for their output is taken.
@@ -34,6 +25,23 @@ def check_data(message: Message, stage_index: int, max_batch: int) -> None:
     Raises:
         RemoteProtocolError: says what came and what would be right.
     """
+    check_source(message, stage_index)
+    if message.token_count > max_batch:
+        raise RemoteProtocolError(
+            f"{message.kind.name} has {message.token_count} tokens; stage {stage_index} takes at most "
+            f"{max_batch} at once (n_batch)"
+        )
+    if len(message.positions):
+        raise RemoteProtocolError(
+            f"{message.kind.name} brings {len(message.positions)} positions of its own; rows are placed one "
+            "after the other from pos_start on"
+        )
+    if message.token_count == 0:
+        check_skipped(message)
+
+
+def check_source(message: Message, stage_index: int) -> None:
+    """RemoteProtocolError for a frame that does not come from the stage before, or from a driver."""
     source = message.state.source_stage_index
     if max(source, -1) != stage_index - 1:
         sender = f"stage {source}" if source >= 0 else "a driver, without an activation"
@@ -41,8 +49,37 @@ def check_data(message: Message, stage_index: int, max_batch: int) -> None:
         raise RemoteProtocolError(
             f"{message.kind.name} comes from {sender}; stage {stage_index} takes frames of {wanted}"
         )
-    if message.token_count > max_batch:
+
+
+def check_skipped(message: Message) -> None:
+    """RemoteProtocolError for a frame without rows that brings tokens all the same."""
+    if len(message.tokens):
         raise RemoteProtocolError(
-            f"{message.kind.name} has {message.token_count} tokens; stage {stage_index} takes at most "
-            f"{max_batch} at once (n_batch)"
+            f"{message.kind.name}: token_count is 0 but the token sideband has {len(message.tokens)} entries"
+        )
+
+
+def check_restore(message: Message, stage_index: int) -> None:
+    """Refuse a question about a prefix whose counts disagree.
+
+    The sideband is the prefix; that of TryRestorePrefillDecode also has the token to decode, the one that
+    ``token_count`` counts.
+
+    Raises:
+        RemoteProtocolError: says what came and what would be right.
+    """
+    count, tokens = message.token_count, len(message.tokens)
+    if message.kind is not MessageKind.TRY_RESTORE_PREFILL_DECODE:
+        if count != tokens:
+            raise RemoteProtocolError(
+                f"{message.kind.name}: token_count is {count} but the token sideband has {tokens} entries"
+            )
+        return
+    check_source(message, stage_index)
+    if count == 0:
+        check_skipped(message)
+    elif count != 1 or tokens < 2:
+        raise RemoteProtocolError(
+            f"{message.kind.name}: token_count is {count} and the token sideband has {tokens} entries; it "
+            "decodes 1 token, the last of at least 2"
         )

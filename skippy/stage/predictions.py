@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 
 import trio
 
-from skippy.protocol import Message, MessageKind, PredictionReturn, RemoteProtocolError, Reply
+from skippy.protocol import (
+    Message,
+    MessageKind,
+    PredictionReturn,
+    RemoteProtocolError,
+    Reply,
+    VerifyPipeline,
+)
 
 from .errors import StageError
 from .queues import PendingReply
@@ -18,11 +25,13 @@ class Predictions:
     """Places for owed predictions, filled in order. The :class:`ReturnTarget` of its lane.
 
     Args:
+        windows: the lane's verify windows, which their predictions resolve.
         on_lost: told why, when the return stream ends.
     """
 
-    def __init__(self, hub: ReturnHub, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, hub: ReturnHub, windows: VerifyPipeline, on_lost: Callable[[str], None]) -> None:
         self._hub = hub
+        self._windows = windows
         self._on_lost = on_lost
         self._stream: PredictionReturn | None = None
         self._opened = trio.Event()
@@ -80,7 +89,8 @@ class Predictions:
 
     def deliver_prediction(self, reply: Reply) -> None:
         assert self._stream is not None
-        self._stream.receive(reply)
+        if self._stream.receive(reply) is MessageKind.VERIFY_WINDOW:
+            self._windows.resolve(reply.window_id, len(reply.predicted_tokens))
         self._places.popleft().set(reply)
 
     def fail_return(self, reason: str) -> None:

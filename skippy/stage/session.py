@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from skippy.engine import EngineError, Sampler, Segment, StageEngine
 from skippy.protocol import (
     Message,
-    RemoteProtocolError,
+    MessageKind,
     SamplingConfig,
     Session,
     Verb,
+    VerifyPipeline,
     execution_tokens,
     requires_predicted_reply,
 )
@@ -21,7 +22,9 @@ from .errors import RequestFailed, SettingsRefused
 from .runtime import Finish
 from .scheduler import Scheduler
 
-EngineCall = Callable[[StageEngine], int | None]
+Predicted = int | Sequence[int] | None
+"""The token that an engine call predicts, for a verify window one for each of its rows, or nothing."""
+EngineCall = Callable[[StageEngine], Predicted]
 
 
 @attrs.define(slots=True)
@@ -38,6 +41,25 @@ class _Native:
         if sampler is not None and self.history:
             sampler.accept(self.history)
 
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Rows were run."""
+        self.history.extend(tokens)
+        if self.sampler is not None:
+            self.sampler.accept(tokens)
+
+    def sample(self, engine: StageEngine, row: int, step: int) -> int:
+        """What follows the last accepted token, from a row of the engine's logits."""
+        assert self.sampler is not None
+        return self.sampler.sample(engine.logits(row), step)
+
+    def sample_each(self, engine: StageEngine, tokens: Sequence[int], step: int) -> list[int]:
+        """What follows each of the rows that were run, drawn as decoding them one by one would."""
+        predicted = []
+        for row, token in enumerate(tokens):
+            self.accept((token,))
+            predicted.append(self.sample(engine, row, step + row))
+        return predicted
+
 
 class StageSession:
     """Runs one session's messages on the engine.
@@ -45,24 +67,37 @@ class StageSession:
     Make one with :meth:`open`; :meth:`close` never waits and must be called on every path.
     """
 
-    def __init__(self, scheduler: Scheduler, sequence: int) -> None:
+    def __init__(self, scheduler: Scheduler, sequence: int, windows: VerifyPipeline) -> None:
         self._scheduler = scheduler
         self._sequence = sequence
-        self._machine = Session()
+        self._machine = Session(windows)
         self._native = _Native()
         self._settings: tuple[SamplingConfig | None, str | None] | None = None
         self._closed = False
 
     @classmethod
-    async def open(cls, scheduler: Scheduler) -> StageSession:
-        """A new, empty session; waits for a free sequence."""
+    async def open(cls, scheduler: Scheduler, windows: VerifyPipeline) -> StageSession:
+        """A new, empty session; waits for a free sequence. ``windows``: as :class:`Session`."""
         sequence = await scheduler.acquire_sequence()
-        return cls(scheduler, sequence)
+        return cls(scheduler, sequence, windows)
 
     @property
     def length(self) -> int:
         """Positions that the session holds after the messages accepted so far."""
         return self._machine.length
+
+    @property
+    def stale_frames(self) -> int:
+        """Messages that were not executed."""
+        return self._machine.stale_frames
+
+    def is_stale(self, message: Message) -> bool:
+        """As :meth:`Session.is_stale`."""
+        return self._machine.is_stale(message)
+
+    def skip(self, message: Message) -> None:
+        """As :meth:`Session.skip`, for a stale message that brings no rows."""
+        self._machine.skip(message)
 
     async def configure(self, sampling: SamplingConfig | None, chat_metadata: str | None) -> None:
         """Set the sampler (last stage only). Raises RequestFailed for a setting the engine refuses."""
@@ -77,20 +112,20 @@ class StageSession:
         except (ValueError, EngineError) as exc:
             raise SettingsRefused(f"sampling settings refused: {exc}") from exc
 
-    async def prepare(self, message: Message, output: memoryview | None) -> EngineCall:
+    async def prepare(self, message: Message, output: memoryview | None) -> EngineCall | None:
         """Accept a data message; returns the engine call that carries it out, for :meth:`run`.
 
-        The call gives the predicted token where this is the last stage and the kind asks for one, else None,
-        and fills ``output`` with the boundary activation (non-last stages). It must be run, or the session
-        dropped: from here on the session counts its positions.
+        None for a stale one, which is not carried out. The call gives what is predicted where this is the
+        last stage and the kind asks for it, and fills ``output`` with the boundary activation (non-last
+        stages). It must be run, or the session dropped: from here on the session counts its positions.
 
         Raises:
-            RemoteProtocolError: the message does not fit the session (stale, gap, counts that disagree).
+            RemoteProtocolError: the message does not fit the session (a gap, counts that disagree).
             SettingsRefused: the message brings sampling settings that the engine refuses.
         """
         action = self._machine.accept(message)
         if action.verb is Verb.STALE:
-            raise RemoteProtocolError(f"{message.kind.name} of a generation that has been rewound")
+            return None
         info = self._scheduler.info
         tokens = execution_tokens(message) if info.is_first or info.is_last else None
         predicts = info.is_last and requires_predicted_reply(message.kind)
@@ -98,35 +133,33 @@ class StageSession:
             self._settings is None or (message.sampling is not None and self._settings[0] is None)
         ):
             await self.configure(message.sampling, message.chat_sampling_metadata)
+        each = message.kind is MessageKind.VERIFY_WINDOW
         segment = Segment(
             sequence=self._sequence,
             position=action.position,
             count=action.count,
             tokens=tokens if info.is_first else None,
             activation=None if info.is_first else memoryview(message.activation),
-            logits=int(predicts),
+            logits=(action.count if each else 1) if predicts else 0,
         )
         step = max(0, message.state.decode_step)
         trim_to = action.position if action.verb is Verb.REWIND else None
         history = tokens if info.is_last else None
 
-        def call(engine: StageEngine) -> int | None:
+        def call(engine: StageEngine) -> Predicted:
             if trim_to is not None:
                 self._rewind(engine, trim_to)
             engine.decode([segment], output)
-            native = self._native
-            if history is not None:
-                native.history.extend(history)
-                if native.sampler is not None:
-                    native.sampler.accept(history)
-            if not predicts:
+            if history is None:
                 return None
-            assert native.sampler is not None
-            return native.sampler.sample(engine.logits(0), step)
+            if each:
+                return self._native.sample_each(engine, history, step)
+            self._native.accept(history)
+            return self._native.sample(engine, 0, step) if predicts else None
 
         return call
 
-    async def run(self, call: EngineCall, finish: Finish | None = None) -> int | None:
+    async def run(self, call: EngineCall, finish: Finish | None = None) -> Predicted:
         """Run what :meth:`prepare` gave. ``finish`` and cancellation: as :meth:`Runtime.run`.
 
         The message's activation and the output are in use until this returns or, if cancelled, until the

@@ -122,6 +122,7 @@ async def _serve(
         decoder = MessageDecoder(
             context.info.input_width,
             max_activation_bytes=context.max_activation_bytes,
+            max_state_import_bytes=0,
             allocate=memory.allocate,
         )
         decoder.receive_data(handshake.trailing_data)
@@ -142,7 +143,10 @@ async def _serve(
             await context.hub.serve(link, decoder, first, annexed=replies.annexed)
         elif first is not None:
             nursery.start_soon(_write_replies, context, link, replies)
-            await _execute(context, link, lane or await open_lane(), decoder, first, memory, replies)
+            lane = lane or await open_lane()
+            if handshake.request is None:
+                lane.meet_plain_peer()
+            await _execute(context, link, lane, decoder, first, memory, replies)
         nursery.cancel_scope.cancel()
 
 

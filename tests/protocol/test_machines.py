@@ -38,6 +38,7 @@ TABLES: list[Mapping[Any, Mapping[Any, Any]]] = [
     states.LANE,
     states.SESSION,
     states.RETURN,
+    states.WINDOW,
 ]
 
 

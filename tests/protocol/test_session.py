@@ -64,7 +64,7 @@ def test_a_negative_position_means_the_end() -> None:
 def test_a_position_below_the_length_is_a_rewind(kind: MessageKind) -> None:
     session = session_of(8)
     session.accept(data(K.VERIFY_WINDOW, 8, 4, decode_step=5))
-    earlier = data(kind, 9, 2, decode_step=3)
+    earlier = data(kind, 9, 2, decode_step=3, seq_id=1)
     assert session.accept(earlier) == Action(Verb.REWIND, 9, 2)
     assert session.length == 11
     assert session.epoch == RequestEpoch.of(earlier), "within a generation a rewind lowers the epoch"

@@ -76,6 +76,7 @@ class StageMachine(RuleBasedStateMachine):
         self.generation = 0
         self.decoding = False
         self.stale = 0
+        self.windows = 0
 
     @property
     def live(self) -> bool:
@@ -90,7 +91,10 @@ class StageMachine(RuleBasedStateMachine):
         return message(kind, **{"checkpoint_generation": self.generation, **ids, **fields})
 
     def send(self, frame: Message) -> Verb:
-        self.connection.receive(frame)
+        before = self.connection.state
+        stale = self.session.is_stale(frame)
+        self.connection.receive(frame, stale=stale)
+        assert not stale or self.connection.state is before
         action = self.session.accept(frame)
         if action.verb is not Verb.STALE:
             self.length = action.position + action.count
@@ -117,7 +121,10 @@ class StageMachine(RuleBasedStateMachine):
     def verify(self, back: int, count: int) -> None:
         position = max(self.length - back, 0)
         expected = Verb.RUN if position == self.length else Verb.REWIND
-        assert self.send(self.build(K.VERIFY_WINDOW, pos_start=position, token_count=count)) is expected
+        self.windows += 1
+        window = self.build(K.VERIFY_WINDOW, pos_start=position, token_count=count, seq_id=self.windows)
+        assert self.send(window) is expected
+        self.session.windows.resolve(self.windows, count)
         assert self.length == position + count
         self.decoding = True
 
@@ -133,14 +140,24 @@ class StageMachine(RuleBasedStateMachine):
         replay = self.build(K.DECODE_REPLAY_EMBD, pos_start=max(keep - 1, 0), token_count=2)
         assert self.send(replay) is (Verb.REWIND if keep > 0 else Verb.RUN)
 
-    @precondition(lambda self: self.decoding and self.live and self.session.epoch is not None)
-    @rule(position=st.integers(0, 20))
-    def late_frame_of_an_older_generation(self, position: int) -> None:
+    @precondition(lambda self: self.live and self.session.epoch is not None)
+    @rule(
+        kind=st.sampled_from([K.PREFILL_EMBD, K.PREFILL_FINAL_EMBD, K.DECODE_EMBD, K.DECODE_REPLAY_EMBD]),
+        position=st.integers(0, 20),
+    )
+    def late_frame_of_an_older_generation(self, kind: MessageKind, position: int) -> None:
+        """It fits wherever a request is live, also where its kind would not."""
         assert self.session.epoch is not None
         older = self.session.epoch.checkpoint_generation - 1
-        late = self.build(K.DECODE_EMBD, pos_start=position, token_count=1, checkpoint_generation=older)
+        late = self.build(kind, pos_start=position, token_count=1, checkpoint_generation=older)
         assert self.send(late) is Verb.STALE
         self.stale += 1
+
+    @precondition(lambda self: not self.live)
+    @rule()
+    def stale_where_nothing_is_live(self) -> None:
+        with pytest.raises(RemoteProtocolError, match="stale frame does not fit"):
+            self.connection.receive(self.build(K.DECODE_EMBD), stale=True)
 
     @precondition(lambda self: self.live)
     @rule(ahead=st.integers(1, 9))
@@ -168,7 +185,7 @@ class StageMachine(RuleBasedStateMachine):
             self.connection.receive(self.build(K.PREFILL_EMBD))
         self.session.stop()
         self.connection.stopped()
-        self.length = self.stale = 0
+        self.length = self.stale = self.windows = 0
         self.decoding = False
 
     @rule(kind=st.sampled_from(MessageKind))

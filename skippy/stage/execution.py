@@ -1,0 +1,376 @@
+"""What one stage does with the messages of one lane: each is carried out here and passed on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from skippy.protocol import (
+    DATA_KINDS,
+    Message,
+    MessageKind,
+    RemoteProtocolError,
+    Reply,
+    ReplyStats,
+    UpstreamConnection,
+    UpstreamState,
+    VerifyPipeline,
+    encode_frame,
+    is_skipped,
+    requires_predicted_reply,
+    stale_reply,
+)
+from skippy.telemetry import Level, names
+
+from .context import HANDSHAKE_SECS, StageContext
+from .dialing import dial_stage
+from .downstream import Downstream
+from .errors import StageError
+from .express import Express, prediction_frame
+from .framing import allocate
+from .intake import RESTORES, check_data, check_restore
+from .predictions import Predictions
+from .queues import PendingReply
+from .returns import ReturnStream
+from .session import Predicted, StageSession
+
+
+class ReplySink(Protocol):
+    """Where a lane's owed replies go, in order."""
+
+    async def put(self, reply: PendingReply) -> None: ...
+
+
+class LaneTasks(Protocol):
+    """What an execution asks of the lane that it belongs to. None of it waits."""
+
+    def fail_for(self, error: Exception) -> None:
+        """End the lane for what went wrong on the engine's thread."""
+
+    def lose(self, reason: str) -> None:
+        """A link is broken, or stage 0's return stream has ended."""
+
+    def start(self, task: Callable[[], Awaitable[None]], close: Callable[[], None] = ...) -> None:
+        """Run a task whose end is the lane's end, and ``close`` after it."""
+
+
+class Execution:
+    """Carries out the messages of one lane, in order. It waits in its caller's task and has none of its own.
+
+    Attributes:
+        downstream: the connection to the next stage, given before the first message; None on the last stage.
+        plain: a neighbour on this lane is a plain generation-8 peer, which knows nothing of stale frames.
+        predictions: what stage 0 is owed on this lane; unused on other stages.
+    """
+
+    def __init__(self, context: StageContext, replies: ReplySink, lane: LaneTasks) -> None:
+        self.downstream: Downstream | None = None
+        self.plain = False
+        self._context = context
+        self._replies = replies
+        self._lane = lane
+        self._machine = UpstreamConnection()
+        self._windows = VerifyPipeline()
+        self._session: StageSession | None = None
+        self._return: ReturnStream | None = None
+        self._owed: deque[PendingReply] = deque()
+        self.predictions = Predictions(context.hub, self._windows, lane.lose)
+
+    def end(self, failure: StageError) -> None:
+        """The lane has ended: whatever is owed fails. Never waits."""
+        self._machine.close()
+        for reply in self._owed:
+            reply.fail(failure)
+        self._owed.clear()
+        self.predictions.fail(failure)
+
+    async def wait_settled(self) -> None:
+        """Wait until every acknowledgement and prediction owed so far has come.
+
+        Raises the lane's failure, or waits for ever, when the lane ends first.
+        """
+        if self.downstream is not None:
+            await self.downstream.wait_drained()
+        for place in [*self._owed, *self.predictions.places]:
+            await place.wait()
+
+    def receive(self, message: Message) -> bool:
+        """Check that a message fits here and now, else RemoteProtocolError; returns whether it is stale."""
+        session = self._session
+        stale = is_skipped(message) if session is None else session.is_stale(message)
+        self._machine.receive(message, stale=stale)
+        return stale
+
+    async def carry_out(self, message: Message) -> None:
+        """Execute a received message; replies owed for it go to the sink.
+
+        Cancellation: the message may have run here and not further down.
+
+        Raises:
+            ProtocolError, LinkClosed, RequestFailed, DownstreamUnavailable: the lane cannot go on.
+        """
+        kind = message.kind
+        if kind in DATA_KINDS:
+            await self._run_data(message)
+        elif kind is MessageKind.CONFIGURE_GENERATION:
+            await self._configure(message)
+        elif kind is MessageKind.STOP:
+            await self._stop(message)
+        elif kind is MessageKind.TRIM_SESSION:
+            await self._trim(message)
+        elif kind in RESTORES:
+            await self._restore(message)
+        else:
+            assert kind is MessageKind.RETIRE_VERIFY_WINDOW, "the machine lets nothing else through"
+            await self._retire(message)
+
+    # -- data ------------------------------------------------------------------------------------------
+
+    async def _run_data(self, message: Message) -> None:
+        context = self._context
+        check_data(message, context.stage_index, context.info.max_batch)
+        if message.kind is MessageKind.PREFILL_EMBD:
+            await self._owe(Reply.ack())
+        session = await self._ensure_session()
+        downstream = self.downstream
+        output = allocate(message.token_count * context.info.output_width * 4) if downstream else None
+        compute = await session.prepare(message, output)
+        if compute is None:
+            await self._skip(message)
+            return
+        frame = message if output is None else message.forwarded(context.stage_index, output)
+        place = PendingReply() if self._keeps_place(frame) else None
+        express = self._express(frame, place)
+        with context.telemetry.span(
+            names.STAGE_BINARY_LLAMA_DECODE,
+            request_id=message.request_id,
+            message_kind=message.kind.name,
+            token_count=message.token_count,
+            pos_start=message.pos_start,
+        ):
+            if express is not None:
+                await session.run(express.call(compute), express.finish)
+            else:
+                predicted = await session.run(compute)
+        if express is None and downstream is not None:
+            await self._forward(downstream, frame, place)
+        elif express is None:
+            await self._answer(message, predicted)
+        if place is not None:
+            await self._replies.put(place)
+        elif message.kind is MessageKind.VERIFY_WINDOW:
+            self._windows.resolve(message.state.seq_id, message.token_count)
+
+    def _keeps_place(self, frame: Message) -> bool:
+        """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
+        if self.downstream is None or self._context.stage_index or not requires_predicted_reply(frame.kind):
+            return False
+        self.predictions.check_awaited(frame.kind)
+        return True
+
+    def _express(self, frame: Message, place: PendingReply | None) -> Express | None:
+        """The short way out for a decode frame, where there is one now. See :mod:`skippy.stage.express`."""
+        if not requires_predicted_reply(frame.kind):
+            return None
+        if self.downstream is not None:
+            reservation = self.downstream.reserve()
+            if reservation is None:
+                return None
+            # The header only refers to the activation, which the engine is about to compute.
+            buffers = encode_frame(frame, self._context.info.output_width)
+            if place is not None:
+                self.predictions.keep(frame.kind, place)
+            return Express(reservation, lambda _: buffers, self._lane.fail_for)
+        if self._return is None or frame.kind is MessageKind.VERIFY_WINDOW:
+            return None
+        reservation = self._return.reserve()
+        return None if reservation is None else Express(reservation, prediction_frame, self._lane.fail_for)
+
+    async def _answer(self, message: Message, predicted: Predicted) -> None:
+        """The last stage's reply to a data message, where it owes one."""
+        if isinstance(predicted, int):
+            await self._predict(Reply.predicted_token(predicted))
+        elif predicted is not None:
+            await self._predict(Reply.of_predicted_tokens(predicted, message.state.seq_id))
+        elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
+            await self._owe(Reply.ack())
+
+    async def _forward(self, downstream: Downstream, frame: Message, place: PendingReply | None) -> None:
+        """Send a data message on, the ordinary way."""
+        if frame.kind is MessageKind.PREFILL_EMBD:
+            await downstream.send(frame, credit=True, on_ack=lambda _: None)
+        elif frame.kind is MessageKind.DECODE_REPLAY_EMBD:
+            await self._request(downstream, frame)
+        elif place is not None:
+            await downstream.send(frame, on_queued=lambda: self.predictions.keep(frame.kind, place))
+        else:
+            await downstream.send(frame)
+
+    async def _skip(self, message: Message) -> None:
+        """Pass on a stale data message without its rows; the last stage answers that nothing ran."""
+        self._check_skippable(message)
+        if self.downstream is not None:
+            frame = message.skipped(self._context.stage_index)
+            place = PendingReply() if self._keeps_place(frame) else None
+            await self._forward(self.downstream, frame, place)
+            if place is not None:
+                await self._replies.put(place)
+                return
+        elif requires_predicted_reply(message.kind):
+            await self._predict(stale_reply(message))
+        elif message.kind is not MessageKind.PREFILL_EMBD:  # that one is acknowledged already
+            await self._owe(stale_reply(message))
+        if message.kind is MessageKind.VERIFY_WINDOW:
+            self._windows.resolve(message.state.seq_id, 0)
+
+    def _check_skippable(self, message: Message) -> None:
+        """RemoteProtocolError where a neighbour would not know a frame without rows, or its answer."""
+        if self.plain:
+            raise RemoteProtocolError(
+                f"{message.kind.name} of generation {message.state.checkpoint_generation} is not carried "
+                "out, and a plain generation-8 peer in this chain cannot be told so"
+            )
+
+    # -- controls --------------------------------------------------------------------------------------
+
+    async def _configure(self, message: Message) -> None:
+        context = self._context
+        session = await self._ensure_session()
+        if context.info.is_last:
+            await session.configure(message.sampling, message.chat_sampling_metadata)
+            await self._open_return(message)
+        if self.downstream is None:
+            await self._owe(Reply.ack())
+            return
+        if context.stage_index == 0:
+            self.predictions.await_stream(message.request_id, message.session_id)
+        await self._request(self.downstream, message)
+
+    async def _stop(self, message: Message) -> None:
+        stale = 0 if self._session is None else self._session.stale_frames
+        self.drop_session()
+        self._context.telemetry.emit(
+            names.STAGE_BINARY_SESSION_STOP,
+            level=Level.DEBUG,
+            request_id=message.request_id,
+            stale_frames=stale,
+        )
+        if self.downstream is None:
+            self._stopped()
+            await self._owe(Reply.ack())
+            return
+        await self.wait_settled()
+        await self.predictions.release()
+        await self._request(self.downstream, message, then=self._stopped)
+
+    def _stopped(self) -> None:
+        self._machine.stopped()
+        self._windows.clear()
+
+    async def _trim(self, message: Message) -> None:
+        if self._session is not None:
+            await self._session.trim(message)
+        if self.downstream is None:
+            await self._owe(Reply.ack())
+            return
+        await self._request(self.downstream, message)
+
+    async def _retire(self, message: Message) -> None:
+        """No checkpoint to drop: an attention cache can be cut back to any length without one."""
+        self._windows.retire(message)
+        if self.downstream is not None:
+            await self.downstream.send(message)
+
+    async def _restore(self, message: Message) -> None:
+        """Answer a question about a cached prefix. There is no cache yet: a miss, and nobody else is asked.
+
+        What TryRestorePrefillDecode asks for is a prediction, so behind stage 0 the last stage answers it,
+        on the return stream, and a stage in between passes it on without its rows.
+        """
+        context = self._context
+        check_restore(message, context.stage_index)
+        miss = Reply.ack(ReplyStats(kv_lookup_misses=1))
+        if message.kind is not MessageKind.TRY_RESTORE_PREFILL_DECODE:
+            await self._owe(miss)
+            return
+        if self._session is not None and self._session.is_stale(message):
+            self._session.skip(message)
+        else:
+            self._machine.restore_missed()
+        if context.stage_index == 0:
+            await self._owe(miss)
+        elif self.downstream is not None:
+            self._check_skippable(message)
+            await self.downstream.send(message.skipped(context.stage_index))
+        else:
+            await self._open_return(message)
+            await self._predict(miss)
+
+    async def _request(
+        self, downstream: Downstream, message: Message, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send a message on whose acknowledgement, with its statistics, becomes ours."""
+        place = PendingReply()
+
+        def on_ack(reply: Reply) -> None:
+            if self._machine.state is UpstreamState.CLOSED:
+                return  # it arrived as the lane ended, which has failed the place
+            self._owed.remove(place)
+            then()
+            place.set(Reply.ack(reply.stats))
+
+        await downstream.send(message, on_ack=on_ack, on_queued=lambda: self._owed.append(place))
+        await self._replies.put(place)
+
+    async def _owe(self, reply: Reply) -> None:
+        await self._replies.put(PendingReply(reply))
+
+    # -- sessions --------------------------------------------------------------------------------------
+
+    async def _ensure_session(self) -> StageSession:
+        if self._session is None:
+            self._session = await StageSession.open(self._context.scheduler, self._windows)
+        return self._session
+
+    def drop_session(self) -> bool:
+        """Give the session's sequence back; False when there was none. Never waits."""
+        if self._session is None:
+            return False
+        self._session.close()
+        self._session = None
+        return True
+
+    # -- predictions -----------------------------------------------------------------------------------
+
+    async def _predict(self, reply: Reply) -> None:
+        """The last stage's prediction: on the return stream if there is one, else upstream."""
+        if self._return is not None:
+            await self._return.send(reply)
+        else:
+            await self._owe(reply)
+
+    async def _open_return(self, message: Message) -> None:
+        """Dial stage 0, unless this stage is all of the chain or has dialled already."""
+        context = self._context
+        if context.return_endpoint is None or self._return is not None:
+            return
+        link = await dial_stage(
+            context.transport,
+            context.return_endpoint,
+            token=context.token,
+            source_host=context.source_host,
+            timeout_secs=HANDSHAKE_SECS,
+            request=context.admission.stage_zero,
+            allow_plain=context.options.allow_plain_generation_8,
+            retry=False,
+        )
+        stream = ReturnStream(context, link)
+        try:
+            await stream.open(message.request_id, message.session_id)
+        except BaseException:
+            link.close()
+            raise
+        self._return = stream
+        self._lane.start(stream.write)
+        self._lane.start(stream.watch, link.close)

@@ -1,0 +1,129 @@
+"""A driver that speaks the stage protocol to stage 0, or a stage that speaks it to the next one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import attrs
+
+from skippy.protocol import (
+    Message,
+    MessageKind,
+    Reply,
+    ReplyDecoder,
+    SamplingConfig,
+    default_state,
+    encode_frame,
+)
+from skippy.stage import Stage
+from skippy.stage.dialing import dial_stage
+from skippy.stage.framing import receive_reply
+from skippy.stage.links import Link
+from tests.support.admission import lane_request
+from tests.support.cluster import Cluster
+
+
+@attrs.define
+class Driver:
+    """One lane into a stage, carrying one request.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, for the headers.
+        generation: checkpoint generation of the frames that are sent.
+    """
+
+    link: Link
+    stage: Stage
+    prompt_tokens: int = 0
+    generation: int = 0
+    request_id: int = 3
+    replies: ReplyDecoder = attrs.field(factory=ReplyDecoder)
+
+    async def send(
+        self,
+        kind: MessageKind,
+        pos_start: int = 0,
+        tokens: Sequence[int] = (),
+        *,
+        sampling: SamplingConfig | None = None,
+        token_count: int | None = None,
+        activation: bytes = b"",
+        **state: Any,
+    ) -> None:
+        """Send a frame; ``state`` names header words that differ from the kind's own."""
+        words = {
+            "checkpoint_generation": self.generation,
+            "prompt_token_count": self.prompt_tokens,
+            "current_token": tokens[-1] if len(tokens) == 1 else -1,
+            **state,
+        }
+        message = Message(
+            kind,
+            attrs.evolve(default_state(kind), **words),
+            pos_start=pos_start,
+            token_count=len(tokens) if token_count is None else token_count,
+            request_id=self.request_id,
+            session_id=self.request_id + 1,
+            sampling=sampling,
+            tokens=tuple(tokens),
+            activation=activation,
+        )
+        await self.link.send(encode_frame(message, self.stage.info.input_width))
+
+    async def reply(self) -> Reply:
+        reply = await receive_reply(self.link, self.replies)
+        assert reply is not None, "the stage has closed the lane"
+        return reply
+
+    async def ended(self) -> bool:
+        """Whether the stage closes the lane instead of replying."""
+        return await receive_reply(self.link, self.replies) is None
+
+    async def ask(self, kind: MessageKind, *args: Any, **fields: Any) -> Reply:
+        """Send a frame and read its reply. Only with nothing else owed."""
+        await self.send(kind, *args, **fields)
+        return await self.reply()
+
+    async def start(self, prompt: Sequence[int], sampling: SamplingConfig | None = None) -> None:
+        """Settings, and the prompt but for its last token."""
+        self.prompt_tokens = len(prompt)
+        await self.ask(MessageKind.CONFIGURE_GENERATION, sampling=sampling)
+        await self.ask(MessageKind.PREFILL_EMBD, 0, prompt[:-1])
+
+    async def decode(
+        self, position: int, token: int, kind: MessageKind = MessageKind.DECODE_EMBD, **fields: Any
+    ) -> int:
+        """One decode step; the predicted token."""
+        await self.send(kind, position, [token], decode_step=self.step(position), **fields)
+        return (await self.reply()).predicted
+
+    async def verify(self, window_id: int, position: int, tokens: Sequence[int], **fields: Any) -> None:
+        """Send a verify window."""
+        fields = {"current_token": tokens[0] if tokens else -1, **fields}
+        step = self.step(position)
+        await self.send(
+            MessageKind.VERIFY_WINDOW, position, tokens, seq_id=window_id, decode_step=step, **fields
+        )
+
+    def step(self, position: int) -> int:
+        return position - (self.prompt_tokens - 1)
+
+
+@contextlib.asynccontextmanager
+async def driver_of(cluster: Cluster, index: int = 0, *, plain: bool = False) -> AsyncIterator[Driver]:
+    """A driver in front of one stage of a cluster."""
+    stage = cluster.stages[index]
+    link = await dial_stage(
+        cluster.transport,
+        stage.endpoint,
+        token=None,
+        source_host=None,
+        timeout_secs=5,
+        request=None if plain else lane_request(stage),
+    )
+    try:
+        yield Driver(link, stage)
+    finally:
+        link.close()
