@@ -161,14 +161,14 @@ def admit(request: AdmissionRequest, loaded: LoadedStage) -> AdmissionAnswer:
 def _first_difference(request: AdmissionRequest, loaded: LoadedStage) -> Refusal | None:
     for field, expected, found in _comparisons(request, loaded):
         if expected != found:
-            return Refusal(field, _short(expected), _short(found))
+            return Refusal(field, shorten(expected), shorten(found))
     if request.batch_rows > loaded.batch_rows:
         return Refusal("batch_rows", f"at most {loaded.batch_rows}", str(request.batch_rows))
     if request.descriptor is not None:
         difference = descriptor_difference(loaded.descriptor, request.descriptor)
         if difference is not None:
             field, expected, found = difference
-            return Refusal(f"descriptor.{field}", _short(expected), _short(found))
+            return Refusal(f"descriptor.{field}", shorten(expected), shorten(found))
     digest = request.descriptor_sha256
     if digest is not None and digest != loaded.descriptor.digest:
         return Refusal("descriptor_sha256", loaded.descriptor.digest, digest)
@@ -229,7 +229,8 @@ def check_answer(request: AdmissionRequest, answer: AdmissionAnswer) -> None:
             raise RemoteProtocolError(f"its admission answer has {field} {found}, not {expected}")
 
 
-def _short(value: object) -> str:
+def shorten(value: object) -> str:
+    """The value as a refusal quotes it."""
     text = str(value)
     return text if len(text) <= MAX_REASON_CHARACTERS else text[: MAX_REASON_CHARACTERS - 1] + "…"
 

@@ -24,6 +24,7 @@ from .admission import (
     decode_answer,
     decode_request,
     encode_admission,
+    shorten,
 )
 from .errors import ErrorKind, LocalProtocolError, RemoteProtocolError
 from .kinds import MAX_TRANSPORT_AUTH_BYTES, READY_MAGIC, TRANSPORT_AUTH_MAGIC
@@ -214,8 +215,13 @@ class ListenerHandshake(_Handshake):
         self._allow_plain = allow_plain
         self.request: AdmissionRequest | None = None
         """The dialer's request, once it has come; None for a plain peer."""
+        self._refusal: Refusal | None = None
         if token is None:
             self._send_ready()
+
+    def refuse(self, field: str, expected: str, found: str) -> None:
+        """Whatever the peer will ask for, refuse it for this reason. A plain peer is not told."""
+        self._refusal = Refusal(field, shorten(expected), shorten(found))
 
     @property
     def authenticated(self) -> bool:
@@ -271,7 +277,8 @@ class ListenerHandshake(_Handshake):
             )
             raise
         assert self._loaded is not None
-        answer = admit(self.request, self._loaded)
+        refusal = self._refusal
+        answer = admit(self.request, self._loaded) if refusal is None else AdmissionAnswer(refusal=refusal)
         self._send_answer(answer)
         if answer.refusal is not None:
             sender = f"stage {self.request.sender_index} ({self.request.sender_id[:80]!r})"

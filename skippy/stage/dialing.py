@@ -7,7 +7,7 @@ import trio
 from skippy.config import Endpoint
 from skippy.protocol import AdmissionRequest, DialerHandshake, ProtocolError
 
-from .errors import DownstreamUnavailable
+from .errors import DownstreamRefused, DownstreamUnavailable
 from .links import Link, LinkClosed, Transport
 
 ATTEMPT_SECS = 2.0
@@ -75,8 +75,8 @@ async def dial_admitted(
             it, as one that only knows the ready word does.
 
     Raises:
-        DownstreamUnavailable: the deadline passed, or the stage refused this one; names the endpoint and the
-            last reason.
+        DownstreamUnavailable: the deadline passed; names the endpoint and the last reason.
+        DownstreamRefused: the stage refused this one, and said why.
     """
     reason = "no answer to the connection attempt"
     pause = RETRY_PAUSE_SECS
@@ -92,8 +92,7 @@ async def dial_admitted(
                 )
                 return link, await _become_ready(link, token, asked)
             except _Refused as exc:
-                reason = str(exc)
-                break
+                raise DownstreamRefused(f"stage at {endpoint} did not become ready: {exc}") from exc
             except _Unanswered as exc:
                 reason = str(exc)
                 if allow_plain:

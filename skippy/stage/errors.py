@@ -15,6 +15,10 @@ class DownstreamUnavailable(StageError):
     """The next stage did not become ready in time; the text names its endpoint and the last reason."""
 
 
+class DownstreamRefused(DownstreamUnavailable):
+    """The next stage does not admit this one, which trying again would not change."""
+
+
 class LaneLost(StageError):
     """The lane's connection ended or its peer broke the protocol; nothing more will come on it."""
 

@@ -26,7 +26,7 @@ from skippy.protocol import (
 from skippy.telemetry import Level, names
 
 from .context import HANDSHAKE_SECS, StageContext, log
-from .errors import LaneLost, RequestFailed, SettingsRefused, StageError
+from .errors import DownstreamRefused, LaneLost, RequestFailed, SettingsRefused, StageError
 from .framing import receive_message
 from .lane import Lane
 from .links import Link, LinkClosed
@@ -114,7 +114,14 @@ async def _serve(
 
         # Ready is a promise about the whole chain below, so the chain comes first. Stage 0 cannot do so:
         # what connects to it may be a return stream, which needs no chain.
-        lane = await open_lane() if context.stage_index > 0 else None
+        lane = None
+        if context.stage_index > 0:
+            try:
+                lane = await open_lane()
+            except DownstreamRefused as exc:
+                if plain_too:
+                    raise  # a plain peer would take the ready word as the promise that it is
+                handshake.refuse("downstream", "stages below that admit each other", str(exc))
         if lane is not None and plain_too:
             on_admitted()  # before the wait for a frame that may come much later
         await _admit(context, link, handshake)

@@ -118,6 +118,17 @@ def test_a_refusal_says_why_on_both_sides() -> None:
             _ = side.extensions
 
 
+def test_a_listener_that_cannot_serve_refuses_what_would_fit() -> None:
+    listener = ListenerHandshake(None, LOADED)
+    listener.refuse("downstream", "a next stage", "none " * 100)
+    with pytest.raises(RemoteProtocolError, match="downstream: expected a next stage, found none"):
+        listener.receive_data(encode_admission(ASKED))
+    answer = decode_answer(listener.data_to_send()[len(READY_WORD) + 12 :])
+    assert answer == AdmissionAnswer(
+        refusal=Refusal("downstream", "a next stage", ("none " * 100)[:399] + "…")
+    )
+
+
 @pytest.mark.parametrize(
     ("packet", "text"),
     [

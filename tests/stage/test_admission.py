@@ -37,7 +37,7 @@ from skippy.stage.links import Link, MemoryTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import engine_admission, lane_request
-from tests.support.cluster import toy_cluster, toy_config
+from tests.support.cluster import toy_cluster, toy_config, toy_topology
 from tests.support.scripted import ENDPOINTS, RANGES
 
 PLAIN = StageOptions(allow_plain_generation_8=True)
@@ -48,15 +48,17 @@ REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=4)
 async def chain(
     ranges: Sequence[tuple[int, int]], *, width: int = 8, **last: Any
 ) -> AsyncIterator[tuple[Stage, ChainGenerator]]:
-    """A chain without a topology; ``width`` and ``last`` are of the last stage alone."""
+    """Stages that know their neighbours alone; ``width`` and ``last`` are of the last one."""
     endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(len(ranges))]
     transport = MemoryTransport()
     async with contextlib.AsyncExitStack() as stack:
         for index in reversed(range(len(ranges))):
             is_last = index == len(ranges) - 1
             config = toy_config(index, ranges, endpoints)
-            if is_last and index > 1:
-                config = attrs.evolve(config, upstream=None)
+            topology = None
+            if is_last and index > 1:  # how it finds stage 0; in its own view all layers fit
+                seen = [*ranges[:-2], (ranges[-2][0], ranges[-1][0]), ranges[-1]]
+                topology = toy_topology(seen, endpoints)
             if is_last:
                 config = attrs.evolve(config, **last)
 
@@ -70,7 +72,7 @@ async def chain(
                 )
 
             stage = await stack.enter_async_context(
-                open_stage(config, None, StageOptions(), engine, transport=transport, inline=True)
+                open_stage(config, topology, StageOptions(), engine, transport=transport, inline=True)
             )
         nursery = await stack.enter_async_context(trio.open_nursery())
         pool = LanePool(stage, 1, queue_limit=4)
@@ -107,6 +109,26 @@ async def test_a_chain_that_does_not_fit_is_refused_with_the_reason(
     text = str(caught.value)
     assert text.startswith("the chain is not ready: stage at 127.0.0.1:20001 did not become ready: ")
     assert f"it refuses this stage: {reason}" in text
+
+
+@pytest.mark.parametrize("broken", [2, 3])
+async def test_a_refusal_further_down_is_told_up_the_chain(
+    broken: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    ranges = [(0, 1), (1, 2), (2, 4), (3, 6)] if broken == 3 else [(0, 2), (2, 3), (4, 6)]
+    async with chain(ranges) as (_, generator):
+        with pytest.raises(ChainUnavailable) as caught:
+            await generate(generator, REQUEST)
+    assert str(caught.value) == (
+        "the chain is not ready: "
+        + "".join(
+            f"stage at 127.0.0.1:{20_000 + index} did not become ready: it refuses this stage: "
+            "downstream: expected stages below that admit each other, found "
+            for index in range(1, broken)
+        )
+        + f"stage at 127.0.0.1:{20_000 + broken} did not become ready: it refuses this stage: layer_start: "
+        + ("expected 3, found 4" if broken == 3 else "expected 4, found 3")
+    )
 
 
 async def test_a_width_alone_is_refused_too() -> None:
