@@ -10,11 +10,13 @@ import pytest
 import trio
 
 from skippy.config import StageOptions
-from skippy.protocol import Message, MessageKind, Reply, ReplyKind
+from skippy.protocol import READY_WORD, Message, MessageDecoder, MessageKind, Reply, ReplyKind
+from skippy.stage.framing import receive_message
 from skippy.stage.links import TcpTransport
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
 from tests.support.cluster import Cluster, toy_cluster
-from tests.support.driver import Driver, driver_of
+from tests.support.driver import Driver, dial_driver, driver_of
+from tests.support.scripted import scripted_peer
 
 K = MessageKind
 LAST = len(PROMPT) - 1
@@ -236,3 +238,26 @@ async def test_towards_a_plain_peer_a_stale_frame_ends_the_lane(stages: int) -> 
             await driver.send(K.DECODE_EMBD, LAST + 1, [WRONG])
             assert await driver.ended()
             await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("kind", [K.PREFILL_EMBD, K.DECODE_REPLAY_EMBD, K.DECODE_EMBD])
+async def test_a_plain_stage_below_gets_no_frame_without_rows(kind: MessageKind) -> None:
+    options = StageOptions(allow_plain_generation_8=True)
+    with trio.fail_after(20):
+        async with scripted_peer(options) as peer, dial_driver(peer.stage) as driver:
+            driver.generation = 1
+            await driver.send(K.PREFILL_EMBD, 0, [65])
+            below = await peer.listener.accept()
+            await below.send([READY_WORD])
+            below.close()  # it does not know what an admission request is
+            below = await peer.listener.accept()
+            await below.send([READY_WORD])
+            decoder = MessageDecoder(peer.stage.info.output_width)
+            first = await receive_message(below, decoder)
+            assert first is not None
+            assert first.kind is K.PREFILL_EMBD
+            driver.generation = 0
+            await driver.send(kind, 0, [65])
+            while not await driver.ended():
+                pass  # acknowledged before anyone looked inside
+            assert await receive_message(below, decoder) is None

@@ -15,6 +15,7 @@ from skippy.engine import StageEngine
 from skippy.engine.toy import ToyEngine
 from skippy.stage import Stage, open_stage
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
+from skippy.telemetry import NULL_TELEMETRY, Telemetry
 
 LAYERS = 6
 
@@ -65,9 +66,9 @@ def toy_topology(ranges: Sequence[tuple[int, int]], endpoints: Sequence[str]) ->
     )
 
 
-def ranges_of(stages: int) -> list[tuple[int, int]]:
-    size = LAYERS // stages
-    return [(i * size, LAYERS if i == stages - 1 else (i + 1) * size) for i in range(stages)]
+def ranges_of(stages: int, layers: int = LAYERS) -> list[tuple[int, int]]:
+    size = layers // stages
+    return [(i * size, layers if i == stages - 1 else (i + 1) * size) for i in range(stages)]
 
 
 @attrs.define
@@ -95,30 +96,33 @@ async def toy_cluster(
     transport: Transport | None = None,
     scheme: str | None = None,
     inline: bool = False,
-    make_engine: Callable[..., ToyEngine] = ToyEngine,
+    make_engine: Callable[..., Any] = ToyEngine,
+    layers: int = LAYERS,
+    telemetry: Telemetry = NULL_TELEMETRY,
     **keys: Any,
 ) -> AsyncIterator[Cluster]:
     """A chain of ``stages`` toy stages: over memory links by default, over real ones on any free ports.
 
     Args:
         scheme: of all endpoints; the stages then choose their own transports, or share ``transport``.
+        make_engine: another engine than the toy, for a model of ``layers``.
     """
     if transport is None and scheme is None:
         transport = MemoryTransport()
-    ranges = ranges_of(stages)
+    ranges = ranges_of(stages, layers)
     endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(stages)]
     sockets: list[socket.socket] = []
     if scheme is not None or isinstance(transport, TcpTransport):
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(stages)]
         endpoints = [f"{scheme or 'tcp'}://127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     topology = toy_topology(ranges, endpoints)
-    engines: dict[int, ToyEngine] = {}
+    engines: dict[int, Any] = {}
 
     def factory(config: StageConfig) -> StageEngine:
-        engine = make_engine(
+        engine: StageEngine = make_engine(
             config.layer_start,
             config.layer_end,
-            LAYERS,
+            layers,
             context_length=config.ctx_size,
             max_sequences=config.lane_count,
         )
@@ -141,6 +145,7 @@ async def toy_cluster(
                         transport=transport,
                         listen_socket=sockets[index] if sockets else None,
                         inline=inline,
+                        telemetry=telemetry,
                     )
                 ),
             )

@@ -114,9 +114,15 @@ class Driver:
 @contextlib.asynccontextmanager
 async def driver_of(cluster: Cluster, index: int = 0, *, plain: bool = False) -> AsyncIterator[Driver]:
     """A driver in front of one stage of a cluster."""
-    stage = cluster.stages[index]
+    async with dial_driver(cluster.stages[index], plain=plain) as driver:
+        yield driver
+
+
+@contextlib.asynccontextmanager
+async def dial_driver(stage: Stage, *, plain: bool = False) -> AsyncIterator[Driver]:
+    """A driver in front of a stage."""
     link = await dial_stage(
-        cluster.transport,
+        stage.context.transport,
         stage.endpoint,
         token=None,
         source_host=None,
