@@ -66,6 +66,15 @@ def test_admitted(request_: AdmissionRequest, loaded: LoadedStage) -> None:
     check_answer(request_, decode_answer(encode_admission(answer)[12:]))
 
 
+def test_who_sends_the_digest_alone_gets_the_digest_alone() -> None:
+    digest = DESCRIPTOR.digest
+    assert admit(attrs.evolve(BARE, descriptor_sha256=digest), LOADED) == AdmissionAnswer(
+        descriptor_sha256=digest
+    )
+    for asked in (BARE, REQUEST):
+        assert admit(asked, LOADED) == AdmissionAnswer(descriptor=DESCRIPTOR, descriptor_sha256=digest)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected", "found"),
     [
@@ -149,6 +158,7 @@ def test_a_descriptor_that_does_not_fit_travels_as_its_digest() -> None:
     many = attrs.evolve(DESCRIPTOR, resident_tensor_ids=tuple(f"{i:064}" for i in range(2000)))
     request = with_descriptor(BARE, many)
     assert (request.descriptor, request.descriptor_sha256) == (None, many.digest)
+    assert with_descriptor(REQUEST, many) == request
     loaded = attrs.evolve(LOADED, descriptor=many)
     for asked in (request, BARE):
         answer = admit(asked, loaded)
@@ -196,6 +206,7 @@ def test_what_a_peer_would_refuse_is_not_sent(packet: AdmissionRequest | Admissi
             ),
             "'annex', which was not offered",
         ),
+        (AdmissionAnswer(extensions=("n" * 81,)), f"agrees to '{'n' * 80}', which was not offered"),
         (AdmissionAnswer(descriptor_sha256="else"), "another descriptor than the one sent"),
     ],
 )
@@ -236,6 +247,8 @@ def test_head() -> None:
         with pytest.raises(RemoteProtocolError, match=text):
             admission_length(bad)
         assert admission_length(bad[:-4]) is None
+    with pytest.raises(RemoteProtocolError, match="starts with 59445253$"):
+        admission_length(b"YDRS" + data[4:12])
     assert admission_length(data[:8] + b"\x00\x00\x01\x00") == 65_536
 
 
