@@ -156,8 +156,8 @@ class DialerHandshake(_Handshake):
             self._to_send = encode_transport_auth(token)
 
     def _parse(self) -> None:
-        if self._state is HandshakeState.AWAIT_READY and not self._take_ready():
-            return
+        if self._state is HandshakeState.AWAIT_READY:
+            self._take_ready()
         if self._state is not HandshakeState.AWAIT_ADMISSION:
             return
         assert self._request is not None
@@ -174,9 +174,9 @@ class DialerHandshake(_Handshake):
         """How many more bytes belong to the handshake for sure: read no more and none is left over."""
         return self._wanted - len(self._received)
 
-    def _take_ready(self) -> bool:
+    def _take_ready(self) -> None:
         if len(self._received) < len(READY_WORD):
-            return False
+            return
         if self._received[: len(READY_WORD)] != READY_WORD:
             raise RemoteProtocolError(
                 f"not a stage: the first bytes are {self._received[:4].hex()}, "
@@ -188,7 +188,6 @@ class DialerHandshake(_Handshake):
         else:
             self._remote(HandshakeEvent.READY_RECEIVED)
             self._to_send += self._packet_to_send
-        return True
 
 
 class ListenerHandshake(_Handshake):
@@ -234,17 +233,18 @@ class ListenerHandshake(_Handshake):
         self._local(HandshakeEvent.READY_SENT_PLAIN if plain else HandshakeEvent.READY_SENT)
 
     def _parse(self) -> None:
-        if self._state is HandshakeState.AWAIT_AUTH and not self._take_token():
-            return
+        if self._state is HandshakeState.AWAIT_AUTH:
+            self._take_token()
         if self._state is HandshakeState.AWAIT_ADMISSION and self._received:
             self._take_request()
 
-    def _take_token(self) -> bool:
+    def _take_token(self) -> None:
         received = self._received
+        assert self._token is not None
         if len(received) >= len(_AUTH_WORD) and received[: len(_AUTH_WORD)] != _AUTH_WORD:
             raise RemoteProtocolError(f"no credentials: the connection starts with {received[:4].hex()}")
         if len(received) < _AUTH_HEAD_BYTES:
-            return False
+            return
         length = received[_AUTH_HEAD_BYTES - 1]
         if not 1 <= length <= MAX_TRANSPORT_AUTH_BYTES:
             raise RemoteProtocolError(
@@ -252,13 +252,12 @@ class ListenerHandshake(_Handshake):
             )
         end = _AUTH_HEAD_BYTES + length
         if len(received) < end:
-            return False
-        if not hmac.compare_digest(bytes(received[_AUTH_HEAD_BYTES:end]), self._token or b""):
+            return
+        if not hmac.compare_digest(bytes(received[_AUTH_HEAD_BYTES:end]), self._token):
             raise RemoteProtocolError("wrong transport token")
         del received[:end]
         self._remote(HandshakeEvent.AUTH_ACCEPTED)
         self._send_ready()
-        return True
 
     def _take_request(self) -> None:
         if len(self._received) < len(ADMISSION_WORD):

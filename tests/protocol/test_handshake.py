@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, strategies as st
@@ -112,6 +113,10 @@ def test_an_end_before_admission() -> None:
         with pytest.raises(RemoteProtocolError) as caught:
             side.receive_eof()
         assert caught.value.kind is ErrorKind.UNEXPECTED_EOF
+        for again in (partial(side.receive_data, READY_WORD), side.receive_eof):
+            with pytest.raises(RemoteProtocolError) as second:
+                again()
+            assert second.value is caught.value
 
 
 def test_frames_before_and_handshake_bytes_after_admission_are_our_own_errors() -> None:

@@ -72,6 +72,11 @@ def test_everything_at_once() -> None:
     assert listener.trailing_data == b"frames"
     sent = listener.data_to_send()
     assert sent == READY_WORD + encode_admission(admit(ASKED, LOADED))
+    dialer = DialerHandshake(b"secret", ASKED)
+    assert dialer.answer is None
+    assert dialer.receive_data(sent + b"frames")
+    assert dialer.trailing_data == b"frames"
+    assert dialer.data_to_send() + b"frames" == data  # what was owed before is not forgotten
 
 
 def test_the_dialer_reads_no_byte_that_is_not_the_handshakes() -> None:
@@ -116,6 +121,10 @@ def test_a_refusal_says_why_on_both_sides() -> None:
     for side in (listener, dialer):
         with pytest.raises(LocalProtocolError, match="nothing is agreed"):
             _ = side.extensions
+    with pytest.raises(RemoteProtocolError, match=f"^stage 0 \\('{'n' * 80}'\\) is not admitted: "):
+        ListenerHandshake(None, LOADED).receive_data(
+            encode_admission(attrs.evolve(wrong, sender_id="n" * 81))
+        )
 
 
 def test_a_listener_that_cannot_serve_refuses_what_would_fit() -> None:
@@ -156,7 +165,7 @@ def test_a_peer_that_starts_with_a_frame_is_refused_unless_it_may() -> None:
     strict.data_to_send()
     assert not strict.receive_data(FRAME[:3])
     with pytest.raises(RemoteProtocolError) as caught:
-        strict.receive_data(FRAME[3:])
+        strict.receive_data(FRAME[3:4])
     assert str(caught.value) == (
         "older or incomplete peer: it sent no admission packet, but starts with 03000000"
     )
@@ -184,7 +193,7 @@ def test_a_token_that_nobody_asks_for_is_called_by_its_name() -> None:
     for allow_plain in (False, True):
         listener = ListenerHandshake(None, LOADED, allow_plain=allow_plain)
         with pytest.raises(
-            RemoteProtocolError, match="the peer shows a link token, but this side asks for none"
+            RemoteProtocolError, match="^the peer shows a link token, but this side asks for none$"
         ):
             listener.receive_data(encode_transport_auth(b"secret"))
 
