@@ -179,8 +179,8 @@ def _bad(log_probability: float) -> bool:
 
 def _encode_failure(failure: RequestFailure) -> bytes:
     # Cut inside a character, the rest of it is dropped; a lone surrogate becomes a question mark.
-    text = failure.reason.encode("utf-8", "replace")[:MAX_ANNEX_REASON_BYTES]
-    text = text.decode("utf-8", "ignore").encode()
+    text = failure.reason.encode(errors="replace")[:MAX_ANNEX_REASON_BYTES]
+    text = text.decode(errors="ignore").encode()
     return _FAILURE.pack(failure.request_id, failure.code, len(text)) + text
 
 

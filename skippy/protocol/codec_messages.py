@@ -292,7 +292,7 @@ def estimated_wire_bytes(message: Message) -> int:
     if message.sampling is not None:
         size += sampling_bytes(message.sampling)
     if message.chat_sampling_metadata is not None:
-        size += 4 + len(message.chat_sampling_metadata.encode("utf-8", "surrogatepass"))
+        size += 4 + len(message.chat_sampling_metadata.encode(errors="surrogatepass"))
     if message.kind is MessageKind.STATE_IMPORT:
         return size + buffer_bytes(message.raw_bytes)
     return size + 4 * (len(message.tokens) + len(message.positions)) + buffer_bytes(message.activation)
@@ -325,7 +325,7 @@ def _encode_header(message: Message) -> bytes:
 
 def _encode_chat_metadata(text: str) -> list[bytes]:
     try:
-        data = text.encode("utf-8")
+        data = text.encode()
     except UnicodeEncodeError as error:
         raise LocalProtocolError(
             f"chat sampling metadata cannot be encoded as UTF-8: {error.reason}"

@@ -92,7 +92,7 @@ def sampling_bytes(config: SamplingConfig) -> int:
     return (
         STAGE_SAMPLING_CONFIG_BASE_BYTES
         + STAGE_LOGIT_BIAS_WIRE_BYTES * min(len(config.logit_bias), MAX_STAGE_LOGIT_BIAS)
-        + sum(4 + len(s.encode("utf-8", "surrogatepass")) for s in strings)
+        + sum(4 + len(s.encode(errors="surrogatepass")) for s in strings)
     )
 
 
@@ -178,7 +178,7 @@ def _strings(name: str, strings: Sequence[str]) -> bytes:
     parts = [_U32.pack(len(strings))]
     for string in strings:
         try:
-            data = string.encode("utf-8")
+            data = string.encode()
         except UnicodeEncodeError:
             raise LocalProtocolError(f"sampling {name}: {string!r} cannot be encoded as UTF-8") from None
         if len(data) > MAX_STAGE_SAMPLING_STRING_BYTES:

@@ -32,9 +32,9 @@ def parse_object(body: bytes, what: str) -> Fields:
             not an object.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+        value = json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
         # Escapes can spell half a character, which is no text; this is also where nesting is walked.
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise RemoteProtocolError(f"{what} is not UTF-8 at byte {error.start}") from None
     except UnicodeEncodeError:
