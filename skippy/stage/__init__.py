@@ -4,6 +4,7 @@ Here live the runtime thread, the scheduler, sessions, upstream connections, dow
 returns and link backends. Import the names below from here. Never here: HTTP, prompts, text.
 """
 
+from .answers import ReplySink
 from .errors import (
     DownstreamUnavailable,
     LaneLost,
@@ -12,7 +13,6 @@ from .errors import (
     StageError,
     StageStartError,
 )
-from .execution import ReplySink
 from .lane import Lane
 from .queues import PendingReply
 from .service import Stage, open_stage

@@ -249,8 +249,7 @@ def make_admission(
             cache_type_v=config.cache_type_v,
             context_length=info.context_length,
             batch_rows=info.max_batch,
-            # The reason of a failed request goes up the lane; the return stream brings tokens alone.
-            extensions=extensions if role is ConnectionRole.LANE else (),
+            extensions=extensions,
         )
         descriptor = None if end is None else describe(identity, config, info, (start, end))
         return request if descriptor is None else with_descriptor(request, descriptor)

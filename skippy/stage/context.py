@@ -28,6 +28,8 @@ MESSAGE_SECS = 300.0
 """Longest one message may take a stage, its waits for credit, for room and for its turn included. Far above a
 slow prefill chunk; whatever stalls for longer costs the lane, not the stage."""
 
+LAST_WORDS_SECS = 1.0
+"""How long a peer may take to hear why its connection ends, and to close it then."""
 
 REASON_SECS = 0.5
 """How long a lane that cannot send any more, or lost its return stream, still waits for the reason, which the

@@ -10,21 +10,20 @@ import trio
 from skippy.protocol import (
     AnnexedReplyDecoder,
     CreditWindow,
-    FailureCode,
     Message,
     RemoteProtocolError,
     Reply,
     ReplyDecoder,
     ReplyKind,
-    RequestFailure,
     encode_frame,
 )
 from skippy.telemetry import names
 
 from .context import StageContext
-from .errors import LaneLost, RequestFailed, SettingsRefused
+from .errors import LaneLost
 from .framing import receive_reply
 from .links import Link, LinkClosed
+from .reasons import failure_of
 from .writer import LinkWriter, Reservation
 
 
@@ -126,11 +125,5 @@ class Downstream:
             on_ack(reply)
             self._acked.unpark_all()
         if isinstance(decoder, AnnexedReplyDecoder) and decoder.failure is not None:
-            raise _failure_below(decoder.failure)
+            raise failure_of(decoder.failure)
         raise LinkClosed(f"{self._link.peer} closed the connection")
-
-
-def _failure_below(failure: RequestFailure) -> RequestFailed:
-    """What a later stage gave as its reason."""
-    refused = failure.code is FailureCode.SETTINGS_REFUSED
-    return (SettingsRefused if refused else RequestFailed)(failure.reason)

@@ -23,23 +23,16 @@ from skippy.protocol import (
 )
 from skippy.telemetry import Level, names
 
-from .context import HANDSHAKE_SECS, StageContext
-from .dialing import dial_stage
+from .answers import Answers, ReplySink
+from .context import StageContext
 from .downstream import Downstream
-from .errors import StageError
+from .errors import RequestFailed, StageError
 from .express import Express, prediction_frame
 from .framing import allocate
 from .intake import RESTORES, check_data, check_restore
 from .predictions import Predictions
 from .queues import PendingReply
-from .returns import ReturnStream
 from .session import Predicted, StageSession
-
-
-class ReplySink(Protocol):
-    """Where a lane's owed replies go, in order."""
-
-    async def put(self, reply: PendingReply) -> None: ...
 
 
 class LaneTasks(Protocol):
@@ -48,7 +41,7 @@ class LaneTasks(Protocol):
     def fail_for(self, error: Exception) -> None:
         """End the lane for what went wrong on the engine's thread."""
 
-    def lose(self, reason: str) -> None:
+    def lose(self, failure: StageError) -> None:
         """A link is broken, or stage 0's return stream has ended."""
 
     def start(self, task: Callable[[], Awaitable[None]], close: Callable[[], None] = ...) -> None:
@@ -73,12 +66,16 @@ class Execution:
         self._machine = UpstreamConnection()
         self._windows = VerifyPipeline()
         self._session: StageSession | None = None
-        self._return: ReturnStream | None = None
+        self._answers = Answers(context, replies, lane.start)
+        self.tell_why = self._answers.tell_why
         self._owed: deque[PendingReply] = deque()
         self.predictions = Predictions(context.hub, self._windows, lane.lose)
 
     def end(self, failure: StageError) -> None:
         """The lane has ended: whatever is owed fails. Never waits."""
+        live = self._machine.live
+        if live is not None and isinstance(failure, RequestFailed):
+            self._answers.fail(live[0], failure)
         self._machine.close()
         for reply in self._owed:
             reply.fail(failure)
@@ -182,17 +179,17 @@ class Execution:
             if place is not None:
                 self.predictions.keep(frame.kind, place)
             return Express(reservation, lambda _: buffers, self._lane.fail_for)
-        if self._return is None or frame.kind is MessageKind.VERIFY_WINDOW:
+        if frame.kind is MessageKind.VERIFY_WINDOW:
             return None
-        reservation = self._return.reserve()
+        reservation = self._answers.reserve()
         return None if reservation is None else Express(reservation, prediction_frame, self._lane.fail_for)
 
     async def _answer(self, message: Message, predicted: Predicted) -> None:
         """The last stage's reply to a data message, where it owes one."""
         if isinstance(predicted, int):
-            await self._predict(Reply.predicted_token(predicted))
+            await self._answers.send(Reply.predicted_token(predicted))
         elif predicted is not None:
-            await self._predict(Reply.of_predicted_tokens(predicted, message.state.seq_id))
+            await self._answers.send(Reply.of_predicted_tokens(predicted, message.state.seq_id))
         elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
             await self._owe(Reply.ack())
 
@@ -218,7 +215,7 @@ class Execution:
                 await self._replies.put(place)
                 return
         elif requires_predicted_reply(message.kind):
-            await self._predict(stale_reply(message))
+            await self._answers.send(stale_reply(message))
         elif message.kind is not MessageKind.PREFILL_EMBD:  # that one is acknowledged already
             await self._owe(stale_reply(message))
         if message.kind is MessageKind.VERIFY_WINDOW:
@@ -239,7 +236,7 @@ class Execution:
         session = await self._ensure_session()
         if context.info.is_last:
             await session.configure(message.sampling, message.chat_sampling_metadata)
-            await self._open_return(message)
+            await self._answers.open(message)
         if self.downstream is None:
             await self._owe(Reply.ack())
             return
@@ -304,8 +301,8 @@ class Execution:
             self._check_skippable(message)
             await self.downstream.send(message.skipped(context.stage_index))
         else:
-            await self._open_return(message)
-            await self._predict(miss)
+            await self._answers.open(message)
+            await self._answers.send(miss)
 
     async def _request(
         self, downstream: Downstream, message: Message, then: Callable[[], None] = lambda: None
@@ -340,37 +337,3 @@ class Execution:
         self._session.close()
         self._session = None
         return True
-
-    # -- predictions -----------------------------------------------------------------------------------
-
-    async def _predict(self, reply: Reply) -> None:
-        """The last stage's prediction: on the return stream if there is one, else upstream."""
-        if self._return is not None:
-            await self._return.send(reply)
-        else:
-            await self._owe(reply)
-
-    async def _open_return(self, message: Message) -> None:
-        """Dial stage 0, unless this stage is all of the chain or has dialled already."""
-        context = self._context
-        if context.return_endpoint is None or self._return is not None:
-            return
-        link = await dial_stage(
-            context.transport,
-            context.return_endpoint,
-            token=context.token,
-            source_host=context.source_host,
-            timeout_secs=HANDSHAKE_SECS,
-            request=context.admission.stage_zero,
-            allow_plain=context.options.allow_plain_generation_8,
-            retry=False,
-        )
-        stream = ReturnStream(context, link)
-        try:
-            await stream.open(message.request_id, message.session_id)
-        except BaseException:
-            link.close()
-            raise
-        self._return = stream
-        self._lane.start(stream.write)
-        self._lane.start(stream.watch, link.close)

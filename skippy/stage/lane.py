@@ -14,11 +14,12 @@ import trio
 from skippy.protocol import ANNEX_EXTENSION, Lane as LaneMachine, Message, ProtocolError
 from skippy.telemetry import names
 
-from .context import MESSAGE_SECS, REASON_SECS, StageContext
+from .answers import ReplySink
+from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext
 from .dialing import dial_admitted
 from .downstream import Downstream
 from .errors import DownstreamUnavailable, LaneLost, RequestFailed, StageError
-from .execution import Execution, ReplySink
+from .execution import Execution
 from .links import LinkClosed
 
 
@@ -39,7 +40,7 @@ class Lane:
         """What stage 0 is owed on this lane; unused on other stages."""
         self._downstream: Downstream | None = None
         self._failure: StageError | None = None
-        self._loss: LaneLost | None = None
+        self._loss: StageError | None = None
         self._ended = trio.Event()
         self._patience = trio.CancelScope()
         self._scopes: set[trio.CancelScope] = set()
@@ -63,13 +64,18 @@ class Lane:
                 task_status.started()
                 with self._patience:
                     await self._ended.wait()
-                if self._loss is not None:
-                    self.fail(self._loss)
+                self.fail(self._loss or LaneLost("the lane is closed"))
+                self._drop_session()
+                with trio.move_on_after(LAST_WORDS_SECS, shield=True):
+                    await self._execution.tell_why()
                 nursery.cancel_scope.cancel()
         finally:
             self.fail(LaneLost("the lane is closed"))
-            if self._execution.drop_session():
-                self._context.telemetry.emit(names.STAGE_BINARY_SESSION_ORPHAN_RECLAIMED, lane=self.number)
+            self._drop_session()
+
+    def _drop_session(self) -> None:
+        if self._execution.drop_session():
+            self._context.telemetry.emit(names.STAGE_BINARY_SESSION_ORPHAN_RECLAIMED, lane=self.number)
 
     async def _dial_downstream(self) -> Downstream | None:
         context = self._context
@@ -102,7 +108,7 @@ class Lane:
         try:
             await task()
         except LinkClosed as exc:
-            self.lose(str(exc))
+            self.lose(LaneLost(str(exc)))
         except (ProtocolError, OSError) as exc:
             self.fail(LaneLost(str(exc)))
         except StageError as exc:
@@ -110,23 +116,23 @@ class Lane:
         finally:
             close()
 
-    def lose(self, reason: str) -> None:
+    def lose(self, failure: StageError) -> None:
         """A link is broken for sending, or the return stream is gone: the lane takes no more messages.
 
         It ends after REASON_SECS, in which a reason that the stage below has sent may still be read, or at
-        once where none can come. Never waits.
+        once where none can come, or ``failure`` is that reason. Never waits.
         """
-        if self._downstream is None or not self._downstream.annexed:
-            self.fail(LaneLost(reason))
+        if isinstance(failure, RequestFailed) or self._downstream is None or not self._downstream.annexed:
+            self.fail(failure)
         elif self._loss is None:
-            self._loss = LaneLost(reason)
+            self._loss = failure
             self.machine.fail()
             self._patience.deadline = trio.current_time() + REASON_SECS
 
     def fail_for(self, error: Exception) -> None:
         """End the lane for what went wrong on the engine's thread. Never waits."""
         if isinstance(error, LinkClosed):
-            self.lose(str(error))
+            self.lose(LaneLost(str(error)))
         else:
             self.fail(RequestFailed(str(error)))
 
@@ -195,7 +201,7 @@ class Lane:
                         span["stale"] = True
                     await self._execution.carry_out(message)
             except LinkClosed as exc:
-                self.lose(str(exc))
+                self.lose(LaneLost(str(exc)))
             except ProtocolError as exc:
                 self.fail(LaneLost(str(exc)))
             except (RequestFailed, DownstreamUnavailable) as exc:

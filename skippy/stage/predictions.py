@@ -29,7 +29,9 @@ class Predictions:
         on_lost: told why, when the return stream ends.
     """
 
-    def __init__(self, hub: ReturnHub, windows: VerifyPipeline, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, hub: ReturnHub, windows: VerifyPipeline, on_lost: Callable[[StageError], None]
+    ) -> None:
         self._hub = hub
         self._windows = windows
         self._on_lost = on_lost
@@ -93,5 +95,5 @@ class Predictions:
             self._windows.resolve(reply.window_id, len(reply.predicted_tokens))
         self._places.popleft().set(reply)
 
-    def fail_return(self, reason: str) -> None:
-        self._on_lost(reason)
+    def fail_return(self, failure: StageError) -> None:
+        self._on_lost(failure)

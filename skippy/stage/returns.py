@@ -24,8 +24,10 @@ from skippy.protocol import (
     encode_reply,
 )
 
+from .errors import LaneLost, StageError
 from .framing import receive_reply
 from .links import Link, LinkClosed
+from .reasons import failure_of
 from .writer import LinkWriter, Reservation
 
 if TYPE_CHECKING:
@@ -41,8 +43,8 @@ class ReturnTarget(Protocol):
     def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
         """The lane's return stream is there; ``scope`` ends it."""
 
-    def fail_return(self, reason: str) -> None:
-        """The lane's return stream is gone."""
+    def fail_return(self, failure: StageError) -> None:
+        """The lane's return stream is gone: LaneLost, or the RequestFailed that the last stage gave."""
 
 
 class ReturnHub:
@@ -83,10 +85,10 @@ class ReturnHub:
                 while (reply := await receive_reply(link, replies)) is not None:
                     target.deliver_prediction(reply)
                 why = replies.failure if isinstance(replies, AnnexedReplyDecoder) else None
-                closed = f"{link.peer} closed the prediction return stream"
-                target.fail_return(closed if why is None else why.reason)
+                closed = LaneLost(f"{link.peer} closed the prediction return stream")
+                target.fail_return(closed if why is None else failure_of(why))
             except (LinkClosed, RemoteProtocolError) as exc:
-                target.fail_return(str(exc))
+                target.fail_return(LaneLost(str(exc)))
                 raise
 
 
@@ -94,9 +96,13 @@ class ReturnStream:
     """The last stage's side of one lane's return stream.
 
     :meth:`write` and :meth:`watch` are its tasks; both raise when the stream ends.
+
+    Args:
+        annexed: the reply annex was agreed on this connection.
     """
 
-    def __init__(self, context: StageContext, link: Link) -> None:
+    def __init__(self, context: StageContext, link: Link, *, annexed: bool = False) -> None:
+        self.annexed = annexed
         self._link = link
         self._writer = LinkWriter(link, context.options.max_inflight)
         self.write = self._writer.run
@@ -112,6 +118,16 @@ class ReturnStream:
         data = encode_reply(reply)
         await self._writer.wait_room()
         self._writer.put([data])
+
+    async def tell(self, reason: bytes) -> None:
+        """Send the reason of a failed request, where the annex was agreed; nothing may follow it.
+
+        Waits until the system has taken it. Raises LinkClosed.
+        """
+        if self.annexed:
+            await self._writer.wait_room()
+            self._writer.put([reason])
+            await self._writer.wait_flushed()
 
     def reserve(self) -> Reservation | None:
         """As :meth:`LinkWriter.reserve`."""

@@ -11,32 +11,27 @@ import trio
 from skippy.protocol import (
     ANNEX_EXTENSION,
     ConnectionRole,
-    FailureCode,
     ListenerHandshake,
     Message,
     MessageDecoder,
     MessageKind,
     ProtocolError,
     RemoteProtocolError,
-    ReplyAnnex,
-    RequestFailure,
-    encode_annex,
     encode_reply,
 )
 from skippy.telemetry import Level, names
 
-from .context import HANDSHAKE_SECS, StageContext, log
-from .errors import DownstreamRefused, LaneLost, RequestFailed, SettingsRefused, StageError
+from .context import HANDSHAKE_SECS, LAST_WORDS_SECS, StageContext, log
+from .errors import DownstreamRefused, LaneLost, RequestFailed, StageError
 from .framing import receive_message
 from .lane import Lane
 from .links import Link, LinkClosed
 from .memory import FrameMemory
 from .nurseries import leaves
 from .queues import PendingReply
+from .reasons import encode_reason
 from .turns import take_turns
 
-REFUSAL_SECS = 1.0
-"""How long a peer may take to hear why its connection ends, and to close it then."""
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
 """What a peer may send meanwhile."""
 MAX_QUEUED_REPLIES = 64
@@ -73,19 +68,16 @@ async def _tell_why(link: Link, replies: _ReplyChannel, group: BaseException) ->
     failure = next((exc for exc in leaves(group) if isinstance(exc, RequestFailed)), None)
     if failure is None or not replies.annexed or replies.sending:
         return
-    refused = isinstance(failure, SettingsRefused)
-    code = FailureCode.SETTINGS_REFUSED if refused else FailureCode.FAILED
-    annex = ReplyAnnex(failure=RequestFailure(replies.request_id, code, str(failure)))
-    await _say_last(link, encode_annex(annex))
+    await _say_last(link, encode_reason(replies.request_id, failure))
 
 
 async def _say_last(link: Link, data: bytes) -> None:
     """Send what explains the end of a connection, and let the peer be the one that closes it.
 
     Closing a TCP connection with data that was not read resets it, and a reset may overtake what was sent
-    before it. So what the peer still sends is read and dropped, within REFUSAL_SECS and MAX_DROPPED_BYTES.
+    before it. So what the peer still sends is read and dropped, within LAST_WORDS_SECS and MAX_DROPPED_BYTES.
     """
-    with trio.move_on_after(REFUSAL_SECS), contextlib.suppress(LinkClosed):
+    with trio.move_on_after(LAST_WORDS_SECS), contextlib.suppress(LinkClosed):
         await link.send([data])
         scratch, dropped = memoryview(bytearray(64 * 1024)), 0
         while dropped < MAX_DROPPED_BYTES and (count := await link.receive_into(scratch)):

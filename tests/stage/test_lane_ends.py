@@ -94,7 +94,7 @@ async def test_a_lane_that_ends_with_the_last_reply_it_owed(autojump_clock: trio
         nursery.start_soon(pool.serve)
         pooled, _ = await leave_with_owed_prediction(peer, pool)
         pooled.lane.predictions.deliver_prediction(Reply.predicted_token(65))
-        pooled.lane.predictions.fail_return("gone")
+        pooled.lane.predictions.fail_return(LaneLost("gone"))
         await check_serves(peer, pool)
         nursery.cancel_scope.cancel()
 

@@ -32,11 +32,10 @@ from skippy.protocol import (
     encode_message,
 )
 from skippy.stage import upstream
-from skippy.stage.context import REASON_SECS
+from skippy.stage.context import LAST_WORDS_SECS, REASON_SECS
 from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import ConditionedTransport, Link, LinkClosed, MemoryTransport, TcpTransport
-from skippy.stage.upstream import REFUSAL_SECS
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import lane_request
 from tests.support.cluster import Cluster, toy_cluster
@@ -240,7 +239,7 @@ async def dial_annexed(cluster: Cluster) -> Link:
 @pytest.fixture
 def much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take more than a second for megabytes."""
-    monkeypatch.setattr(upstream, "REFUSAL_SECS", 15.0)
+    monkeypatch.setattr(upstream, "LAST_WORDS_SECS", 15.0)
 
 
 async def test_a_reason_survives_what_the_stage_has_not_read(much_time: None) -> None:
@@ -291,7 +290,7 @@ async def test_who_stays_after_the_reason_is_not_kept(autojump_clock: trio.testi
         link = await refused_link(cluster)
         started = trio.current_time()
         assert await read_to_end(link) == b""
-        assert trio.current_time() - started == pytest.approx(REFUSAL_SECS)
+        assert trio.current_time() - started == pytest.approx(LAST_WORDS_SECS)
 
 
 async def test_who_sends_on_after_the_reason_is_not_listened_to_for_ever(

@@ -11,6 +11,7 @@ import trio
 
 from skippy.config import StageOptions
 from skippy.protocol import READY_WORD, Message, MessageDecoder, MessageKind, Reply, ReplyKind
+from skippy.stage import StageError
 from skippy.stage.framing import receive_message
 from skippy.stage.links import TcpTransport
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
@@ -156,7 +157,7 @@ class Returned:
     def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
         pass
 
-    def fail_return(self, reason: str) -> None:
+    def fail_return(self, failure: StageError) -> None:
         pass
 
     async def take(self) -> Reply:
