@@ -31,6 +31,13 @@ class LocalReplies:
     async def put(self, reply: PendingReply) -> None:
         self._places.append(reply)
 
+    @property
+    def full(self) -> bool:
+        return False
+
+    def put_nowait(self, reply: PendingReply) -> None:
+        self._places.append(reply)
+
     def take(self) -> PendingReply:
         """The place of the reply that is owed for the message handled last."""
         return self._places.popleft()

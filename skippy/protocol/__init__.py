@@ -31,6 +31,7 @@ from .annex import (
 from .codec import (
     MessageDecoder,
     ReplyDecoder,
+    encode_forwarded,
     encode_frame,
     encode_message,
     encode_reply,
@@ -63,6 +64,7 @@ from .messages import (
 )
 from .rules import (
     DATA_KINDS,
+    POSITIONED_KINDS,
     PREDICTED_KINDS,
     activation_bytes,
     activation_multiplier,
@@ -98,6 +100,7 @@ __all__ = [
     "DATA_KINDS",
     "EMPTY_STATS",
     "EPOCH_KINDS",
+    "POSITIONED_KINDS",
     "PREDICTED_KINDS",
     "READY_WORD",
     "Action",
@@ -173,6 +176,7 @@ __all__ = [
     "encode_admission",
     "encode_annex",
     "encode_annexed_reply",
+    "encode_forwarded",
     "encode_frame",
     "encode_message",
     "encode_reply",

@@ -4,12 +4,19 @@ Encoding builds a whole frame in memory (or raises and builds nothing); decoding
 reads, waits or allocates before a limit was checked.
 """
 
-from .codec_messages import MessageDecoder, encode_frame, encode_message, estimated_wire_bytes
+from .codec_messages import (
+    MessageDecoder,
+    encode_forwarded,
+    encode_frame,
+    encode_message,
+    estimated_wire_bytes,
+)
 from .codec_replies import ReplyDecoder, encode_reply
 
 __all__ = [
     "MessageDecoder",
     "ReplyDecoder",
+    "encode_forwarded",
     "encode_frame",
     "encode_message",
     "encode_reply",

@@ -286,6 +286,33 @@ def encode_frame(message: Message, n_embd: int) -> list[Buffer]:
     return encode_message(message)
 
 
+def encode_forwarded(
+    message: Message, source_stage_index: int, activation: Buffer, n_embd: int
+) -> list[Buffer]:
+    """``encode_frame(message.forwarded(source_stage_index, activation), n_embd)``, without that message.
+
+    A received data message, whose header and counts were checked, is what goes in: this runs once per token
+    and stage.
+
+    Raises:
+        LocalProtocolError: the activation has another size than ``token_count * multiplier * n_embd * 4``.
+    """
+    state, sampling, tokens, positions = message.state, message.sampling, message.tokens, message.positions
+    check_activation(activation, message.token_count, n_embd, state.flags)
+    flags = state.flags & ~(_SAMPLING | _CHAT_METADATA)
+    header = _HEADER.pack(
+        message.kind, message.pos_start, message.token_count, len(tokens), len(positions),
+        state.version, state.seq_id, state.phase, flags if sampling is None else flags | _SAMPLING,
+        state.checkpoint_generation, state.prompt_token_count, state.decode_step, state.current_token,
+        source_stage_index, message.request_id, message.session_id,
+    )  # fmt: skip
+    if sampling is not None:
+        header += encode_sampling(sampling)
+    if tokens or positions:
+        header += _encode_sideband("token", tokens) + _encode_sideband("position", positions)
+    return [header, _as_bytes_view(activation)]
+
+
 def estimated_wire_bytes(message: Message) -> int:
     """Size of the encoded frame, in bytes; exact for every message that :func:`encode_message` accepts."""
     size = STAGE_WIRE_FIXED_HEADER_BYTES

@@ -47,7 +47,14 @@ from collections.abc import Mapping
 from typing import Final
 
 
-class HandshakeState(enum.Enum):
+class TableEnum(enum.Enum):
+    """States and events: keys of the tables, looked up for every frame."""
+
+    # Members are single objects, so identity is a right hash; the one of Enum is a call into Python.
+    __hash__ = object.__hash__
+
+
+class HandshakeState(TableEnum):
     AWAIT_AUTH = "await-auth"
     OWE_READY = "owe-ready"
     AWAIT_READY = "await-ready"
@@ -56,7 +63,7 @@ class HandshakeState(enum.Enum):
     CLOSED = "closed"
 
 
-class HandshakeEvent(enum.Enum):
+class HandshakeEvent(TableEnum):
     AUTH_ACCEPTED = "auth accepted"
     READY_SENT = "ready sent"
     READY_RECEIVED = "ready received"
@@ -90,7 +97,7 @@ HANDSHAKE: Final[Mapping[HandshakeState, Mapping[HandshakeEvent, HandshakeState]
 }
 
 
-class UpstreamState(enum.Enum):
+class UpstreamState(TableEnum):
     IDLE = "idle"
     PREFILLING = "prefilling"
     CONFIGURED = "configured"
@@ -99,7 +106,7 @@ class UpstreamState(enum.Enum):
     CLOSED = "closed"
 
 
-class UpstreamEvent(enum.Enum):
+class UpstreamEvent(TableEnum):
     PREFILL = "prefill"
     PREFILL_FINAL = "final prefill"
     CONFIGURE = "configure"
@@ -180,7 +187,7 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
 }
 
 
-class LaneState(enum.Enum):
+class LaneState(TableEnum):
     CONNECTING = "connecting"
     IDLE = "idle"
     LEASED = "leased"
@@ -189,7 +196,7 @@ class LaneState(enum.Enum):
     RETIRED = "retired"
 
 
-class LaneEvent(enum.Enum):
+class LaneEvent(TableEnum):
     CONNECTED = "connected"
     LEASE = "lease"
     STOP = "stop"
@@ -216,12 +223,12 @@ LANE: Final[Mapping[LaneState, Mapping[LaneEvent, LaneState]]] = {
 }
 
 
-class SessionState(enum.Enum):
+class SessionState(TableEnum):
     NEW = "new"
     LIVE = "live"
 
 
-class SessionEvent(enum.Enum):
+class SessionEvent(TableEnum):
     DATA = "data"
     RESTORED = "restored"
     TRIM = "trim"
@@ -243,14 +250,14 @@ SESSION: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] = {
 }
 
 
-class ReturnState(enum.Enum):
+class ReturnState(TableEnum):
     OPENING = "opening"
     BOUND = "bound"
     IDLE = "idle"
     CLOSED = "closed"
 
 
-class ReturnEvent(enum.Enum):
+class ReturnEvent(TableEnum):
     OPENED = "opened"
     BIND = "bind"
     EXPECT = "expect"

@@ -23,6 +23,12 @@ class ReplySink(Protocol):
 
     async def put(self, reply: PendingReply) -> None: ...
 
+    @property
+    def full(self) -> bool: ...
+
+    def put_nowait(self, reply: PendingReply) -> None:
+        """:meth:`put` for a sink that is not full."""
+
 
 class TaskStarter(Protocol):
     """Runs a task whose end is the lane's end, and ``close`` after it."""

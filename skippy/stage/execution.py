@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from skippy.protocol import (
     DATA_KINDS,
+    Buffer,
     Message,
     MessageKind,
     RemoteProtocolError,
@@ -16,7 +17,7 @@ from skippy.protocol import (
     UpstreamConnection,
     UpstreamState,
     VerifyPipeline,
-    encode_frame,
+    encode_forwarded,
     is_skipped,
     requires_predicted_reply,
     stale_reply,
@@ -27,11 +28,12 @@ from .answers import Answers, ReplySink
 from .context import StageContext
 from .downstream import Downstream
 from .errors import RequestFailed, StageError
-from .express import Express, prediction_frame
+from .express import Express, always, decode_span, prediction_frame, timed
 from .framing import allocate
-from .intake import RESTORES, check_data, check_restore
+from .intake import ONE_TOKEN, RESTORES, check_data, check_restore
 from .predictions import Predictions
 from .queues import PendingReply
+from .runtime import Started
 from .session import Predicted, StageSession
 
 
@@ -68,6 +70,8 @@ class Execution:
         self._session: StageSession | None = None
         self._answers = Answers(context, replies, lane.start)
         self.tell_why = self._answers.tell_why
+        self._started: Started | None = None
+        """The frame handled last, if :meth:`start_decode` took it: perhaps still with the engine."""
         self._owed: deque[PendingReply] = deque()
         self.predictions = Predictions(context.hub, self._windows, lane.lose)
 
@@ -87,10 +91,16 @@ class Execution:
 
         Raises the lane's failure, or waits for ever, when the lane ends first.
         """
+        await self.wait_started()
         if self.downstream is not None:
             await self.downstream.wait_drained()
         for place in [*self._owed, *self.predictions.places]:
             await place.wait()
+
+    async def wait_started(self) -> None:
+        """Wait until the engine is done with what :meth:`start_decode` gave it."""
+        if self._started is not None:
+            await self._started.wait()
 
     def receive(self, message: Message) -> bool:
         """Check that a message fits here and now, else RemoteProtocolError; returns whether it is stale."""
@@ -107,6 +117,7 @@ class Execution:
         Raises:
             ProtocolError, LinkClosed, RequestFailed, DownstreamUnavailable: the lane cannot go on.
         """
+        await self.wait_started()
         kind = message.kind
         if kind in DATA_KINDS:
             await self._run_data(message)
@@ -136,53 +147,66 @@ class Execution:
         if compute is None:
             await self._skip(message)
             return
-        frame = message if output is None else message.forwarded(context.stage_index, output)
-        place = PendingReply() if self._keeps_place(frame) else None
-        express = self._express(frame, place)
-        with context.telemetry.span(
-            names.STAGE_BINARY_LLAMA_DECODE,
-            request_id=message.request_id,
-            message_kind=message.kind.name,
-            token_count=message.token_count,
-            pos_start=message.pos_start,
-        ):
-            if express is not None:
-                await session.run(express.call(compute), express.finish)
-            else:
-                predicted = await session.run(compute)
-        if express is None and downstream is not None:
-            await self._forward(downstream, frame, place)
-        elif express is None:
+        place = self._place_for(message.kind)
+        with decode_span(context.telemetry, message):
+            predicted = await session.run(compute)
+        if downstream is None or output is None:
             await self._answer(message, predicted)
+        else:
+            await self._forward(downstream, message.forwarded(context.stage_index, output), place)
         if place is not None:
             await self._replies.put(place)
         elif message.kind is MessageKind.VERIFY_WINDOW:
             self._windows.resolve(message.state.seq_id, message.token_count)
 
-    def _keeps_place(self, frame: Message) -> bool:
-        """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
-        if self.downstream is None or self._context.stage_index or not requires_predicted_reply(frame.kind):
+    def start_decode(self, message: Message) -> bool:
+        """Hand a frame of one token to the engine, whose thread sends what comes of it.
+
+        False, and nothing has happened, where something would have to be waited for, or the frame is not of
+        that kind. What it refers to is in use until the next message is carried out. See
+        :mod:`skippy.stage.express`. Raises as :meth:`carry_out`.
+        """
+        session, downstream, context = self._session, self.downstream, self._context
+        if (
+            message.kind not in ONE_TOKEN
+            or session is None
+            or not (self._started is None or self._started.settle())
+            or session.is_stale(message)
+            or session.wants_settings(message)
+        ):
             return False
-        self.predictions.check_awaited(frame.kind)
+        is_ours = downstream is not None and context.stage_index == 0  # so the prediction comes back here
+        if is_ours and self._replies.full:
+            return False
+        reservation = (downstream or self._answers).reserve()
+        if reservation is None:
+            return False
+        self._machine.receive(message)
+        info = context.info
+        check_data(message, context.stage_index, info.max_batch)
+        output: memoryview | None = None
+        frame: Callable[[Predicted], Sequence[Buffer]] = prediction_frame
+        if downstream is not None:
+            output = allocate(message.token_count * info.output_width * 4)
+            # The header only refers to the activation, which the engine is about to compute.
+            frame = always(encode_forwarded(message, context.stage_index, output, info.output_width))
+        compute = session.prepare_now(message, output)
+        place = self._place_for(message.kind)
+        if place is not None:
+            self.predictions.keep(message.kind, place)
+            self._replies.put_nowait(place)
+        if context.telemetry.enabled(Level.DEBUG):
+            compute = timed(compute, context.telemetry, message)
+        express = Express(reservation, compute, frame, self._lane.fail_for)
+        self._started = session.start(express.call, express.settle)
         return True
 
-    def _express(self, frame: Message, place: PendingReply | None) -> Express | None:
-        """The short way out for a decode frame, where there is one now. See :mod:`skippy.stage.express`."""
-        if not requires_predicted_reply(frame.kind):
+    def _place_for(self, kind: MessageKind) -> PendingReply | None:
+        """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
+        if self.downstream is None or self._context.stage_index or not requires_predicted_reply(kind):
             return None
-        if self.downstream is not None:
-            reservation = self.downstream.reserve()
-            if reservation is None:
-                return None
-            # The header only refers to the activation, which the engine is about to compute.
-            buffers = encode_frame(frame, self._context.info.output_width)
-            if place is not None:
-                self.predictions.keep(frame.kind, place)
-            return Express(reservation, lambda _: buffers, self._lane.fail_for)
-        if frame.kind is MessageKind.VERIFY_WINDOW:
-            return None
-        reservation = self._answers.reserve()
-        return None if reservation is None else Express(reservation, prediction_frame, self._lane.fail_for)
+        self.predictions.check_awaited(kind)
+        return PendingReply()
 
     async def _answer(self, message: Message, predicted: Predicted) -> None:
         """The last stage's reply to a data message, where it owes one."""
@@ -209,7 +233,7 @@ class Execution:
         self._check_skippable(message)
         if self.downstream is not None:
             frame = message.skipped(self._context.stage_index)
-            place = PendingReply() if self._keeps_place(frame) else None
+            place = self._place_for(frame.kind)
             await self._forward(self.downstream, frame, place)
             if place is not None:
                 await self._replies.put(place)

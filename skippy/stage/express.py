@@ -2,8 +2,8 @@
 
 A token crosses every stage once, so the way through a stage is the latency of the whole chain. Waking the
 event loop's thread only to have it send what the engine has just computed costs more than the sending, so
-where the link is idle the engine's thread hands the frame to the system itself. Everything else, and all that
-does not fit this case, takes the ordinary way through the writer task.
+where the link is idle the engine's thread hands the frame to the system itself, and the event loop hears of
+it with the next message. All that does not fit this case takes the ordinary way through the writer task.
 """
 
 from __future__ import annotations
@@ -11,43 +11,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from skippy.engine import StageEngine
-from skippy.protocol import Buffer, Reply, encode_reply
+from skippy.protocol import Buffer, Message, Reply, encode_reply
+from skippy.telemetry import Span, Telemetry, names
 
 from .session import EngineCall, Predicted
 from .writer import Reservation
 
 
 class Express:
-    """One frame on its way past the writer: :meth:`call` is for the engine's thread, :meth:`finish` follows.
+    """One frame on its way past the writer: the two halves of a :class:`skippy.stage.runtime.Started`.
 
     Args:
-        reservation: the right to send, released by :meth:`finish`.
-        frame: what to send for what was predicted (None where the stage is not the last).
+        reservation: the right to send, released by :meth:`settle`.
+        compute: the engine call; gives a token where the stage is the last.
+        frame: what to send for the token.
         on_error: told when the call or the sending failed.
     """
+
+    __slots__ = ("_compute", "_frame", "_on_error", "_reservation")
 
     def __init__(
         self,
         reservation: Reservation,
+        compute: EngineCall,
         frame: Callable[[Predicted], Sequence[Buffer]],
         on_error: Callable[[Exception], None],
     ) -> None:
         self._reservation = reservation
+        self._compute = compute
         self._frame = frame
         self._on_error = on_error
 
-    def call(self, compute: EngineCall) -> EngineCall:
-        """``compute``, followed by the sending. Raises LinkClosed besides what ``compute`` raises."""
+    def call(self, engine: StageEngine) -> bool:
+        """Compute and send. True when the system did not take the whole frame, so the writer must go on.
 
-        def compute_and_send(engine: StageEngine) -> Predicted:
-            predicted = compute(engine)
-            self._reservation.send(self._frame(predicted))
-            return predicted
+        Raises LinkClosed besides what the engine raises.
+        """
+        return not self._reservation.send(self._frame(self._compute(engine)))
 
-        return compute_and_send
-
-    def finish(self, error: Exception | None) -> None:
-        """Part of :data:`Finish`: in the event loop's thread, whether or not anyone waits for the call."""
+    def settle(self, error: Exception | None) -> None:
         self._reservation.release()
         if error is not None:
             self._on_error(error)
@@ -57,3 +59,29 @@ def prediction_frame(token: Predicted) -> Sequence[Buffer]:
     """The last stage's frame for a token."""
     assert isinstance(token, int)
     return [encode_reply(Reply.predicted_token(token))]
+
+
+def always(buffers: Sequence[Buffer]) -> Callable[[Predicted], Sequence[Buffer]]:
+    """A frame that is the same for every token: a boundary activation, which the engine fills in."""
+    return lambda _: buffers
+
+
+def decode_span(telemetry: Telemetry, message: Message) -> Span:
+    """Around the engine's work on a data message."""
+    return telemetry.span(
+        names.STAGE_BINARY_LLAMA_DECODE,
+        request_id=message.request_id,
+        message_kind=message.kind.name,
+        token_count=message.token_count,
+        pos_start=message.pos_start,
+    )
+
+
+def timed(compute: EngineCall, telemetry: Telemetry, message: Message) -> EngineCall:
+    """``compute`` inside its span, which begins and ends in the engine's thread."""
+
+    def compute_in_span(engine: StageEngine) -> Predicted:
+        with decode_span(telemetry, message):
+            return compute(engine)
+
+    return compute_in_span

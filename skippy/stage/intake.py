@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from skippy.protocol import Message, MessageKind, RemoteProtocolError
+from skippy.protocol import POSITIONED_KINDS, Message, MessageKind, RemoteProtocolError
 
+ONE_TOKEN: Final = POSITIONED_KINDS - {MessageKind.VERIFY_WINDOW}
+"""Frames of one token that are answered with the next one."""
 RESTORES: Final = frozenset(
     {
         MessageKind.PROBE_PREFILL,

@@ -11,16 +11,20 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from skippy.engine import EngineError
 from skippy.protocol import ANNEX_EXTENSION, Lane as LaneMachine, Message, ProtocolError
 from skippy.telemetry import names
 
 from .answers import ReplySink
-from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext
+from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext, log
 from .dialing import dial_admitted
 from .downstream import Downstream
-from .errors import DownstreamUnavailable, LaneLost, RequestFailed, StageError
+from .errors import LaneLost, RequestFailed, StageError
 from .execution import Execution
 from .links import LinkClosed
+
+_ENDS = (ProtocolError, LinkClosed, StageError)
+"""What ends a lane, in good order, while it handles a message."""
 
 
 class Lane:
@@ -130,10 +134,16 @@ class Lane:
             self._patience.deadline = trio.current_time() + REASON_SECS
 
     def fail_for(self, error: Exception) -> None:
-        """End the lane for what went wrong on the engine's thread. Never waits."""
+        """End the lane for what went wrong in a message, on the engine's thread too. Never waits."""
         if isinstance(error, LinkClosed):
             self.lose(LaneLost(str(error)))
+        elif isinstance(error, ProtocolError):
+            self.fail(LaneLost(str(error)))
+        elif isinstance(error, StageError):
+            self.fail(error)
         else:
+            if not isinstance(error, (EngineError, ValueError)):
+                log.error("a decode failed by a fault of this program", lane=self.number, exc_info=error)
             self.fail(RequestFailed(str(error)))
 
     @property
@@ -184,11 +194,16 @@ class Lane:
     async def handle(self, message: Message) -> None:
         """Execute one message, within MESSAGE_SECS; replies owed for it go to the sink.
 
+        A decode frame may still be with the engine when this returns, and so is what it refers to until the
+        next call returns.
+
         Cancellation: the message may have run here and not further down; only ``Stop`` makes sense then.
 
         Raises:
             LaneLost, RequestFailed: the lane has ended, now or before, and why.
         """
+        if self.handle_now(message):
+            return
         await self._check_verdict()
         with trio.move_on_after(MESSAGE_SECS) as scope:
             self._scopes.add(scope)
@@ -200,14 +215,23 @@ class Lane:
                     if stale:
                         span["stale"] = True
                     await self._execution.carry_out(message)
-            except LinkClosed as exc:
-                self.lose(LaneLost(str(exc)))
-            except ProtocolError as exc:
-                self.fail(LaneLost(str(exc)))
-            except (RequestFailed, DownstreamUnavailable) as exc:
-                self.fail(exc)
+            except _ENDS as exc:
+                self.fail_for(exc)
             finally:
                 self._scopes.discard(scope)
         if scope.cancelled_caught:
             self.fail(LaneLost(f"{message.kind.name} was not carried out within {MESSAGE_SECS:g} s"))
         await self._check_verdict()
+
+    def handle_now(self, message: Message) -> bool:
+        """Do what :meth:`handle` does, if it is a decode frame that nothing has to be waited for.
+
+        False: it is not, or the lane has ended, perhaps just now; :meth:`handle` will tell.
+        """
+        if self.failure is not None:
+            return False
+        try:
+            return self._execution.start_decode(message)
+        except _ENDS as exc:
+            self.fail_for(exc)
+            return False

@@ -42,7 +42,8 @@ class FrameBudget:
 
     def give_back(self, size: int) -> None:
         self.used -= size
-        self._changed.unpark_all()
+        if self._changed:
+            self._changed.unpark_all()
 
 
 @attrs.define(slots=True)

@@ -57,13 +57,14 @@ class SendQueue(Generic[T]):
         self._items: deque[T] = deque()
         self._in_hand = False
         self._held = False
-        self._changed = trio.lowlevel.ParkingLot()
+        self._filled = trio.lowlevel.ParkingLot()
+        self._emptied = trio.lowlevel.ParkingLot()
 
     async def wait_room(self) -> None:
         """Wait until ``put`` is allowed. Cancellable; nothing happened then."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while len(self._items) >= self._capacity:
-            await self._changed.park()
+            await self._emptied.park()
 
     @property
     def idle(self) -> bool:
@@ -80,25 +81,28 @@ class SendQueue(Generic[T]):
         self._held = False
         if first is not None:
             self._items.appendleft(first)
-        self._changed.unpark_all()
+        if self._items:
+            self._filled.unpark()
+        elif self._emptied:
+            self._emptied.unpark_all()
 
     def put(self, item: T) -> None:
         assert len(self._items) < self._capacity, "put without room"
         self._items.append(item)
-        self._changed.unpark_all()
+        self._filled.unpark()
 
     async def get(self) -> T:
         """The next item. The one returned before counts as done from here on."""
         self._in_hand = False
-        self._changed.unpark_all()
+        self._emptied.unpark_all()
         while self._held or not self._items:
-            await self._changed.park()
+            await self._filled.park()
         self._in_hand = True
         item = self._items.popleft()
-        self._changed.unpark_all()
+        self._emptied.unpark_all()
         return item
 
     async def wait_flushed(self) -> None:
         """Wait until every item put so far has been got and done."""
         while not self.idle:
-            await self._changed.park()
+            await self._emptied.park()

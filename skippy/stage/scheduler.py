@@ -11,7 +11,7 @@ import trio
 from skippy.engine import EngineInfo, StageEngine, Vocabulary
 
 from .errors import RequestFailed
-from .runtime import Finish, Runtime
+from .runtime import Runtime, Started
 
 T = TypeVar("T")
 
@@ -24,13 +24,11 @@ class Scheduler:
 
     def __init__(self, engine: StageEngine, runtime: Runtime) -> None:
         self._engine = engine
+        self.info: EngineInfo = engine.info
+        """What the engine is; the same for its whole life."""
         self._runtime = runtime
         self._free = list(reversed(range(engine.info.max_sequences)))
         self._waiting = trio.lowlevel.ParkingLot()
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -62,10 +60,17 @@ class Scheduler:
         self._free.append(sequence)
         self._waiting.unpark()
 
-    async def run(self, call: Callable[[StageEngine], T], finish: Finish | None = None) -> T:
-        """Run ``call(engine)`` on the runtime. ``finish`` and cancellation: as :meth:`Runtime.run`."""
+    async def run(self, call: Callable[[StageEngine], T]) -> T:
+        """Run ``call(engine)`` on the runtime. Cancellation: as :meth:`Runtime.run`."""
         engine = self._engine
-        return await self._runtime.run(lambda: call(engine), finish)
+        return await self._runtime.run(lambda: call(engine))
+
+    def start(
+        self, call: Callable[[StageEngine], bool], settle: Callable[[Exception | None], None]
+    ) -> Started:
+        """Start ``call(engine)`` on the runtime, as :meth:`Runtime.start`."""
+        engine = self._engine
+        return self._runtime.start(lambda: call(engine), settle)
 
     def post(self, call: Callable[[StageEngine], object]) -> None:
         """Queue ``call(engine)`` without waiting; it always runs."""

@@ -8,6 +8,7 @@ import attrs
 
 from skippy.engine import EngineError, Sampler, Segment, StageEngine
 from skippy.protocol import (
+    Action,
     Message,
     MessageKind,
     SamplingConfig,
@@ -19,7 +20,7 @@ from skippy.protocol import (
 )
 
 from .errors import RequestFailed, SettingsRefused
-from .runtime import Finish
+from .runtime import Started
 from .scheduler import Scheduler
 
 Predicted = int | Sequence[int] | None
@@ -70,6 +71,8 @@ class StageSession:
     def __init__(self, scheduler: Scheduler, sequence: int, windows: VerifyPipeline) -> None:
         self._scheduler = scheduler
         self._sequence = sequence
+        self._is_first = scheduler.info.is_first
+        self._is_last = scheduler.info.is_last
         self._machine = Session(windows)
         self._native = _Native()
         self._settings: tuple[SamplingConfig | None, str | None] | None = None
@@ -112,6 +115,14 @@ class StageSession:
         except (ValueError, EngineError) as exc:
             raise SettingsRefused(f"sampling settings refused: {exc}") from exc
 
+    def wants_settings(self, message: Message) -> bool:
+        """Whether ``message`` needs the sampler to be made first, by default or from its own settings."""
+        return (
+            self._is_last
+            and requires_predicted_reply(message.kind)
+            and (self._settings is None or (message.sampling is not None and self._settings[0] is None))
+        )
+
     async def prepare(self, message: Message, output: memoryview | None) -> EngineCall | None:
         """Accept a data message; returns the engine call that carries it out, for :meth:`run`.
 
@@ -126,25 +137,30 @@ class StageSession:
         action = self._machine.accept(message)
         if action.verb is Verb.STALE:
             return None
-        info = self._scheduler.info
-        tokens = execution_tokens(message) if info.is_first or info.is_last else None
-        predicts = info.is_last and requires_predicted_reply(message.kind)
-        if predicts and (
-            self._settings is None or (message.sampling is not None and self._settings[0] is None)
-        ):
+        if self.wants_settings(message):
             await self.configure(message.sampling, message.chat_sampling_metadata)
+        return self._engine_call(message, action, output)
+
+    def prepare_now(self, message: Message, output: memoryview | None) -> EngineCall:
+        """:meth:`prepare` for a message that is not stale and wants no settings: never waits."""
+        return self._engine_call(message, self._machine.accept(message), output)
+
+    def _engine_call(self, message: Message, action: Action, output: memoryview | None) -> EngineCall:
+        first, last = self._is_first, self._is_last
+        tokens = execution_tokens(message) if first or last else None
+        predicts = last and requires_predicted_reply(message.kind)
         each = message.kind is MessageKind.VERIFY_WINDOW
         segment = Segment(
             sequence=self._sequence,
             position=action.position,
             count=action.count,
-            tokens=tokens if info.is_first else None,
-            activation=None if info.is_first else memoryview(message.activation),
+            tokens=tokens if first else None,
+            activation=None if first else memoryview(message.activation),
             logits=(action.count if each else 1) if predicts else 0,
         )
         step = max(0, message.state.decode_step)
         trim_to = action.position if action.verb is Verb.REWIND else None
-        history = tokens if info.is_last else None
+        history = tokens if last else None
 
         def call(engine: StageEngine) -> Predicted:
             if trim_to is not None:
@@ -159,16 +175,22 @@ class StageSession:
 
         return call
 
-    async def run(self, call: EngineCall, finish: Finish | None = None) -> Predicted:
-        """Run what :meth:`prepare` gave. ``finish`` and cancellation: as :meth:`Runtime.run`.
+    async def run(self, call: EngineCall) -> Predicted:
+        """Run what :meth:`prepare` gave. Cancellation: as :meth:`Runtime.run`.
 
         The message's activation and the output are in use until this returns or, if cancelled, until the
         call ends. Raises RequestFailed when the engine refuses or fails.
         """
         try:
-            return await self._scheduler.run(call, finish)
+            return await self._scheduler.run(call)
         except (ValueError, EngineError) as exc:
             raise RequestFailed(str(exc)) from exc
+
+    def start(
+        self, call: Callable[[StageEngine], bool], settle: Callable[[Exception | None], None]
+    ) -> Started:
+        """Start a call around what :meth:`prepare_now` gave, as :meth:`Runtime.start`."""
+        return self._scheduler.start(call, settle)
 
     async def trim(self, message: Message) -> None:
         """Shorten the session as a TrimSession asks (no effect where it is shorter already)."""

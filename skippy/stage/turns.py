@@ -16,6 +16,7 @@ async def take_turns(
     *,
     first: T,
     ahead: int,
+    handle_now: Callable[[T], bool] = lambda _: False,
 ) -> None:
     """Handle ``first``, then each item that ``read`` gives, one at a time in order, until it gives None.
 
@@ -23,9 +24,12 @@ async def take_turns(
     arrives while nothing is handled meets no task switch, and with a slow handler up to ``ahead`` items are
     read in advance. ``read`` is never called by two workers at once, nor is ``handle``.
 
+    ``handle_now`` handles an item if that takes no waiting, and returns whether it did; only where it did
+    not, ``handle`` is called, and another worker woken.
+
     An exception of either cancels the other and is raised, in a group. Cancellation drops what was read.
     """
-    turns: _Turns[T] = _Turns(read, handle)
+    turns: _Turns[T] = _Turns(read, handle, handle_now)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(turns.work, first)
         for _ in range(max(1, ahead)):
@@ -33,37 +37,56 @@ async def take_turns(
 
 
 class _Turns(Generic[T]):
+    """Who reads and who handles. A change wakes only the worker that it concerns."""
+
     def __init__(
-        self, read: Callable[[], Awaitable[T | None]], handle: Callable[[T], Awaitable[None]]
+        self,
+        read: Callable[[], Awaitable[T | None]],
+        handle: Callable[[T], Awaitable[None]],
+        handle_now: Callable[[T], bool],
     ) -> None:
         self._read = read
         self._handle = handle
+        self._handle_now = handle_now
         self._reading = False
         self._ended = False
-        self._numbered = 1  # the first item is number 0
+        self._read_so_far = 1  # the first item is number 0
         self._handled = 0
-        self._changed = trio.lowlevel.ParkingLot()
+        self._to_read = trio.lowlevel.ParkingLot()
+        self._to_handle = trio.lowlevel.ParkingLot()
+        """Workers with an item, in the order of their numbers."""
 
     async def work(self, item: T | None) -> None:
         number = 0
         while True:
             if item is None:
                 while self._reading:
-                    await self._changed.park()
+                    await self._to_read.park()
                 if self._ended:
                     return
-                self._reading = True
-                item = await self._read()
-                self._reading = False
-                self._ended = item is None
-                number = self._numbered
-                self._numbered += 1
-                self._changed.unpark_all()
+                item = await self._next_to_wait_for()
                 if item is None:
                     return
-            while self._handled != number:
-                await self._changed.park()
+                number = self._read_so_far - 1
+            if self._handled != number:
+                await self._to_handle.park()
             await self._handle(item)
             item = None  # it may hold an activation
             self._handled += 1
-            self._changed.unpark_all()
+            self._to_handle.unpark()
+
+    async def _next_to_wait_for(self) -> T | None:
+        """Read, and handle at once, up to an item that takes waiting; None at the end."""
+        self._reading = True
+        while (item := await self._read()) is not None:
+            self._read_so_far += 1
+            if self._handled != self._read_so_far - 1 or not self._handle_now(item):
+                break
+            self._handled += 1
+        self._reading = False
+        self._ended = item is None
+        if item is None:
+            self._to_read.unpark_all()
+        else:
+            self._to_read.unpark()
+        return item

@@ -242,7 +242,15 @@ async def _execute(
         await lane.handle(message)
         memory.release(len(message.activation))
 
-    await take_turns(read, handle, first=first, ahead=frames)
+    def handle_now(message: Message) -> bool:
+        if not lane.handle_now(message):
+            return False
+        replies.request_id = message.request_id
+        # The frame may still be with the engine. Its few kilobytes are all that is given back early.
+        memory.release(len(message.activation))
+        return True
+
+    await take_turns(read, handle, first=first, ahead=frames, handle_now=handle_now)
 
 
 class _ReplyChannel:
@@ -262,6 +270,13 @@ class _ReplyChannel:
 
     async def put(self, reply: PendingReply) -> None:
         await self._send.send(reply)
+
+    @property
+    def full(self) -> bool:
+        return self._send.statistics().current_buffer_used >= MAX_QUEUED_REPLIES
+
+    def put_nowait(self, reply: PendingReply) -> None:
+        self._send.send_nowait(reply)
 
     async def get(self) -> PendingReply:
         return await self._receive.receive()

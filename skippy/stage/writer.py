@@ -20,9 +20,13 @@ class Reservation:
         self._queue = queue
         self._rest: Sequence[Buffer] = ()
 
-    def send(self, buffers: Sequence[Buffer]) -> None:
-        """Hand the frame to the system; at most once, from any thread. Raises LinkClosed."""
+    def send(self, buffers: Sequence[Buffer]) -> bool:
+        """Hand the frame to the system; at most once, from any thread. Raises LinkClosed.
+
+        Returns whether the system took all of it; what it left waits for :meth:`release`.
+        """
         self._rest = self._link.send_nowait(buffers)
+        return not self._rest
 
     def release(self) -> None:
         """Let the writer go on, with what the system did not take first. In the event loop's thread."""

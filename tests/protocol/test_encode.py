@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
+from hypothesis import given, strategies as st
 
 from skippy.protocol import (
     Buffer,
     ErrorKind,
     LocalProtocolError,
+    Message,
     MessageKind,
     NativeMtpDraft,
     Reply,
@@ -15,13 +18,16 @@ from skippy.protocol import (
     ReplyKind,
     ReplyStats,
     SamplingConfig,
+    default_state,
+    encode_forwarded,
     encode_frame,
     encode_message,
     encode_reply,
     estimated_wire_bytes,
 )
+from skippy.protocol.rules import DATA_KINDS
 
-from .strategies import message
+from .strategies import message, messages
 
 K = MessageKind
 
@@ -159,3 +165,15 @@ def test_many_sampling_blocks_in_turn() -> None:
             data = encode_message(message(K.DECODE_EMBD, sampling=config))[0]
             assert int.from_bytes(data[76:80], "little") == config.seed
             assert expected.setdefault(config.seed, data) == data
+
+
+@given(messages().filter(lambda sent: sent.kind in DATA_KINDS), st.integers(0, 70))
+def test_forwarding_encodes_what_the_forwarded_message_would(sent: Message, index: int) -> None:
+    sent = attrs.evolve(sent, token_count=2, state=attrs.evolve(default_state(sent.kind), seq_id=5))
+    activation = bytes(range(24))
+    assert encode_forwarded(sent, index, activation, 3) == encode_frame(sent.forwarded(index, activation), 3)
+
+
+def test_forwarding_refuses_an_activation_of_another_size() -> None:
+    with pytest.raises(LocalProtocolError, match="23 bytes"):
+        encode_forwarded(message(MessageKind.DECODE_EMBD, token_count=2), 1, bytes(23), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ import trio.testing
 
 from skippy.engine.toy import ToyEngine
 from skippy.stage.queues import PendingReply, SendQueue
-from skippy.stage.runtime import InlineRuntime, open_runtime_thread
+from skippy.stage.runtime import InlineRuntime, Runtime, open_runtime_thread
 from skippy.stage.scheduler import open_scheduler
 
 
@@ -95,6 +96,63 @@ async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
                 nursery.cancel_scope.cancel()
             gate.set()
     assert closed == [True]
+
+
+async def test_a_started_call_is_settled_when_somebody_asks() -> None:
+    settled: list[Exception | None] = []
+    with trio.fail_after(10):
+        async with open_runtime_thread() as runtime:
+            started = runtime.start(lambda: False, settled.append)
+            await runtime.run(lambda: None)
+            assert settled == []  # it is over, and nothing was urgent
+            assert started.settle()
+            assert started.settle()
+            await started.wait()
+    assert settled == [None]
+
+
+async def test_a_started_call_that_is_not_over_is_waited_for() -> None:
+    settled: list[Exception | None] = []
+    gate = threading.Event()
+    with trio.fail_after(10):
+        async with open_runtime_thread() as runtime:
+            started = runtime.start(gate.wait, settled.append)
+            assert not started.settle()
+            with trio.move_on_after(0) as scope:
+                await started.wait()
+            assert scope.cancelled_caught
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(started.wait)
+                await trio.testing.wait_all_tasks_blocked()
+                gate.set()
+    assert settled == [None]
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_an_urgent_or_failed_call_settles_by_itself(inline: bool) -> None:
+    settled: list[Exception | None] = []
+    both = trio.Event()
+
+    def settle(error: Exception | None) -> None:
+        settled.append(error)
+        if len(settled) == 2:
+            both.set()
+
+    def fail() -> bool:
+        raise ZeroDivisionError
+
+    with trio.fail_after(10):
+        async with contextlib.AsyncExitStack() as stack:
+            runtime: Runtime = InlineRuntime()
+            if not inline:
+                runtime = await stack.enter_async_context(open_runtime_thread())
+            runtime.start(lambda: True, settle)
+            failed = runtime.start(fail, settle)
+            await both.wait()
+            await failed.wait()
+    assert settled[0] is None
+    assert isinstance(settled[1], ZeroDivisionError)
+    assert len(settled) == 2
 
 
 async def test_send_queue_is_bounded_and_flushes() -> None:

@@ -94,3 +94,50 @@ async def test_an_exception_ends_the_other_side(broken: str) -> None:
             ahead=2,
         )
     assert caught.group_contains(ZeroDivisionError)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+async def test_what_needs_no_waiting_is_handled_by_the_worker_that_reads(ahead: int) -> None:
+    """Every third item takes the other way; the order stays, and whoever reads goes on reading."""
+    source, seen = Source(50), []
+    tasks: dict[int, object] = {}
+
+    def handle_now(item: int) -> bool:
+        tasks[item] = trio.lowlevel.current_task()
+        if item % 3 == 0:
+            return False
+        seen.append(item)
+        return True
+
+    async def handle(item: int) -> None:
+        seen.append(item)
+
+    with trio.fail_after(10):
+        await take_turns(source.read, handle, first=0, ahead=ahead, handle_now=handle_now)
+    assert seen == list(range(51))
+    # Whoever handles an item at once reads the next one too.
+    pairs = [(n, n + 1) for n in tasks if n % 3 and n + 1 in tasks]
+    assert pairs
+    assert all(tasks[one] is tasks[other] for one, other in pairs)
+
+
+async def test_nothing_overtakes_an_item_that_is_waited_for() -> None:
+    seen: list[int] = []
+    gate = trio.Event()
+
+    async def handle(item: int) -> None:
+        await gate.wait()
+        seen.append(item)
+
+    def handle_now(item: int) -> bool:
+        seen.append(item)
+        return True
+
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            run = functools.partial(take_turns, first=0, ahead=3, handle_now=handle_now)
+            nursery.start_soon(run, Source(9).read, handle)
+            await trio.testing.wait_all_tasks_blocked()
+            assert seen == []
+            gate.set()
+    assert seen == list(range(10))

@@ -36,6 +36,8 @@ class TcpLink(Link):
         self._socket = sock
         self._peer = peer
         self._closing = threading.Lock()
+        self._drained = False
+        """The last receive took all there was, so the next one has to wait."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
@@ -73,9 +75,21 @@ class TcpLink(Link):
 
     async def receive_into(self, buffer: memoryview) -> int:
         try:
-            return await self._socket.recv_into(buffer)
+            count = await self._receive_drained(buffer) if self._drained else None
+            if count is None:
+                count = await self._socket.recv_into(buffer)
+            self._drained = count < buffer.nbytes
+            return count
         except (OSError, trio.ClosedResourceError) as exc:
             raise LinkClosed(f"receiving from {self._peer} failed: {_reason(exc)}") from exc
+
+    async def _receive_drained(self, buffer: memoryview) -> int | None:
+        """Wait first, then receive: as trio does after an attempt that failed. None if it fails."""
+        await trio.lowlevel.wait_readable(self._socket)
+        try:
+            return os.readv(self._socket.fileno(), [buffer])
+        except BlockingIOError:
+            return None
 
     def close(self) -> None:
         with self._closing:
