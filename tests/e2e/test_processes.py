@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -15,7 +13,7 @@ import pytest
 from skippy.models import ensure_slice
 from tests.support.processes import Process, children_of, running
 
-from .support import serve
+from .support import serve, write_chain
 
 READY = r"OpenAI endpoint: (\S+)"
 
@@ -81,52 +79,6 @@ def test_a_middle_stage_stays_within_its_slice_its_cache_and_150_mb(bundled_mode
         assert resident < slice_bytes + cache_bytes + 150_000_000
 
 
-def two_machines(folder: Path, model: Path, hosts: list[str]) -> list[list[str]]:
-    """Configuration files of a chain with one stage on each address, and the command of each stage."""
-    sockets = [socket.create_server((host, 0)) for host in hosts]
-    endpoints = ["{}:{}".format(*s.getsockname()) for s in sockets]
-    for s in sockets:
-        s.close()
-    cuts = [0, 15, 30]
-    placements: list[dict[str, Any]] = [
-        {
-            "stage_id": f"stage-{i}",
-            "stage_index": i,
-            "endpoint": endpoints[i],
-            "layer_start": cuts[i],
-            "layer_end": cuts[i + 1],
-            "load_mode": "runtime-slice",
-        }
-        for i in range(len(hosts))
-    ]
-    topology = {"topology_id": "two", "model_id": "smollm2", "stages": placements}
-    (folder / "topology.json").write_text(json.dumps(topology))
-    commands = []
-    for i, placement in enumerate(placements):
-        peers = {
-            name: {key: placements[j][key] for key in ("stage_id", "stage_index", "endpoint")}
-            for name, j in (("upstream", i - 1), ("downstream", i + 1))
-            if 0 <= j < len(hosts)
-        }
-        stage = {key: value for key, value in placement.items() if key != "endpoint"}
-        config = {
-            "run_id": "test",
-            "topology_id": "two",
-            "model_id": "smollm2",
-            "bind_addr": endpoints[i],
-            "model_path": str(model),
-            "ctx_size": 512,
-            "n_threads": 1,
-            **stage,
-            **peers,
-        }
-        path = folder / f"stage-{i}.json"
-        path.write_text(json.dumps(config))
-        commands.append(["run", "--config", str(path), "--topology", str(folder / "topology.json")])
-    commands[0] += ["--openai-bind-addr", "127.0.0.1:0"]
-    return commands
-
-
 def ask(url: str) -> httpx.Response:
     return httpx.post(
         url + "/completions",
@@ -137,7 +89,7 @@ def ask(url: str) -> httpx.Response:
 
 def test_two_machines_with_configuration_files(tmp_path: Path, bundled_model: Path) -> None:
     """Two loopback addresses stand for two machines; connections leave from the address in bind_addr."""
-    commands = two_machines(tmp_path, bundled_model, ["127.0.0.1", "127.0.0.2"])
+    commands = write_chain(tmp_path, bundled_model, ["127.0.0.1", "127.0.0.2"])
     with running(commands[1]) as second, running(commands[0]) as first:
         url = first.wait_for(r"(http://\S+/v1)")[1]
         first.wait_for("ready")
@@ -152,7 +104,7 @@ def test_two_machines_with_configuration_files(tmp_path: Path, bundled_model: Pa
 def test_stage_zero_says_what_is_missing_and_recovers_when_it_comes(
     tmp_path: Path, bundled_model: Path
 ) -> None:
-    commands = two_machines(tmp_path, bundled_model, ["127.0.0.1", "127.0.0.2"])
+    commands = write_chain(tmp_path, bundled_model, ["127.0.0.1", "127.0.0.2"])
     with running([*commands[0], "--downstream-connect-timeout-secs", "1"]) as first:
         url = first.wait_for(r"(http://\S+/v1)")[1]
         first.wait_for(r"127\.0\.0\.2:\d+.*did not become ready within 1 s")
