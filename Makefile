@@ -49,13 +49,13 @@ unit: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 bench: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 	$(BIN)/python bench/chain.py $(ARGS)
 
-# The second half is coverage-guided and wants atheris: pip install -e '.[fuzz]'. docs/fuzzing.md has figures.
+# The second half is coverage-guided and wants atheris, which is there for Linux. docs/fuzzing.md has figures.
 fuzz: $(VENV)/.stamp-dev
 	$(BIN)/python -m fuzz all --runs $(FUZZ_RUNS)
 	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then \
 		for target in $(notdir $(wildcard fuzz/corpus/*)); do \
 			$(BIN)/python -m fuzz $$target --atheris --seconds $(FUZZ_SECONDS) || exit 1; done; \
-	else echo "atheris is not installed: no coverage-guided run"; fi
+	else echo "atheris is not installed (pip install -e '.[fuzz]'): no coverage-guided run"; fi
 
 # About an hour. What was judged before is kept in mutants/: remove that folder to start over.
 mutants: $(VENV)/.stamp-dev
@@ -95,6 +95,8 @@ $(VENV)/.stamp-base: pyproject.toml $(wildcard setup.py) $(TAP_SOURCES) | $(VENV
 
 $(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-base
 	$(PIP) -e '.[dev,bench]'
+	@if [ "$$(uname)" = Linux ] && ! $(PIP) --only-binary atheris -e '.[fuzz]'; then \
+		echo "no atheris for this Python: make test runs without coverage-guided fuzzing"; fi
 	@touch $@
 
 # Without its dependencies: they would replace the pinned llama-cpp-python.
