@@ -199,11 +199,11 @@ class UpstreamConnection(Machine[UpstreamState, UpstreamEvent]):
 
         Closed either way.
         """
-        live, was_idle = self._live, self._state in (UpstreamState.IDLE, UpstreamState.CLOSED)
+        live = self._live
         self.close()
-        if not was_idle:
+        if live is not None:
             raise RemoteProtocolError(
-                f"end of stream while request {live[0] if live else 0} is live", ErrorKind.UNEXPECTED_EOF
+                f"end of stream while request {live[0]} is live", ErrorKind.UNEXPECTED_EOF
             )
 
     def close(self) -> None:
