@@ -12,6 +12,7 @@ from skippy.protocol import (
     LocalProtocolError,
     MessageKind,
     RemoteProtocolError,
+    Reply,
     ReplyKind,
     ReplyStats,
     activation_bytes,
@@ -19,8 +20,10 @@ from skippy.protocol import (
     carries_activation,
     check_activation,
     execution_tokens,
+    is_skipped,
     reply_kinds,
     requires_predicted_reply,
+    stale_reply,
     stats,
 )
 
@@ -111,6 +114,28 @@ def test_authoritative_position() -> None:
     assert authoritative_position(message(K.DECODE_EMBD, pos_start=0)) == 0
     assert authoritative_position(message(K.DECODE_EMBD, pos_start=-1)) is None
     assert authoritative_position(message(K.PREFILL_EMBD, pos_start=3)) is None
+
+
+# --- stale frames
+
+
+@pytest.mark.parametrize("kind", K)
+def test_what_an_earlier_stage_skipped_is_a_data_frame_without_rows(kind: MessageKind) -> None:
+    """Controls say 0 for other reasons, or have no rows anyway."""
+    data = {1, 2, 4, 5, 6, 8, 9, 21}
+    assert is_skipped(message(kind, token_count=0)) == (kind.value in data)
+    assert not is_skipped(message(kind, token_count=1))
+
+
+def test_a_stale_frame_is_answered_by_the_kind_that_is_due_with_nothing_in_it() -> None:
+    assert stale_reply(message(K.VERIFY_WINDOW, seq_id=9)) == Reply(
+        ReplyKind.PREDICTED_TOKENS, predicted=0, predicted_tokens=(), window_id=9
+    )
+    for kind in (K.DECODE_EMBD, K.PREFILL_FINAL_EMBD, K.DECODE_REPLAY_FINAL_EMBD):
+        assert stale_reply(message(kind, seq_id=9)) == Reply(
+            ReplyKind.PREDICTED_TOKEN, predicted=-1, predicted_tokens=(), window_id=0
+        )
+    assert stale_reply(message(K.PREFILL_EMBD)) == stale_reply(message(K.TRIM_SESSION)) == Reply.ack()
 
 
 # --- statistics
