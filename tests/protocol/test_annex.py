@@ -85,6 +85,7 @@ def test_annexes_arrive_with_their_replies(
     decoder.receive_eof()
     assert got == sent
     assert decoder.failure == failure
+    assert decoder.ended == (failure is not None)
     in_place = AnnexedReplyDecoder()
     assert receive_in_place(in_place, data, pieces) == [reply for reply, _ in sent]
     assert in_place.failure == failure
@@ -246,6 +247,7 @@ def test_an_end_inside_or_right_behind_an_annex() -> None:
 
 def test_a_plain_decoder_takes_no_annex() -> None:
     decoder = ReplyDecoder()
+    assert not decoder.ended
     decoder.receive_data(encode_annex(ReplyAnnex(finish_hint=FinishHint.MAY_END)))
     with pytest.raises(RemoteProtocolError, match="unknown reply kind"):
         decoder.next_reply()
