@@ -72,8 +72,13 @@ def run(name: str, runs: int, seed: int) -> bool:
     return True
 
 
-def run_atheris(name: str, options: Sequence[str]) -> None:
-    """Coverage-guided fuzzing; ``options`` go to libFuzzer. Ends the process."""
+def run_atheris(name: str, seconds: int, new: Path | None) -> None:
+    """Coverage-guided fuzzing. Ends the process.
+
+    Args:
+        new: keeps the inputs that reach new code; None keeps none. (libFuzzer writes them to the first folder
+            it is given, which must not be the corpus.)
+    """
     try:
         import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError:
@@ -83,7 +88,9 @@ def run_atheris(name: str, options: Sequence[str]) -> None:
     ):
         from .targets import TARGETS
     target: Callable[[bytes], Any] = TARGETS[name]
-    atheris.Setup([sys.argv[0], *options, str(CORPUS / name)], target)
+    seeds = ",".join(map(str, sorted((CORPUS / name).iterdir())))
+    corpus = [f"-seed_inputs={seeds}"] if new is None else [str(new), str(CORPUS / name)]
+    atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", "-rss_limit_mb=1024", *corpus], target)
     atheris.Fuzz()
 
 
@@ -113,8 +120,7 @@ def main() -> int:
         replay(arguments.target, arguments.inputs)
         return 0
     if arguments.atheris:
-        new = [] if arguments.new is None else [str(arguments.new)]
-        run_atheris(arguments.target, [f"-max_total_time={arguments.seconds}", "-rss_limit_mb=1024", *new])
+        run_atheris(arguments.target, arguments.seconds, arguments.new)
     chosen = names if arguments.target == "all" else [arguments.target]
     results = [run(name, arguments.runs, arguments.seed) for name in chosen]
     return 0 if all(results) else 1
