@@ -1,6 +1,6 @@
-"""A pytest plugin (``-p fuzz.hypothesis_profile``): the same examples each time, few of them, and no shrinking.
+"""A pytest plugin (``-p fuzz.hypothesis_profile``): the same examples each time, few, and no shrinking.
 
-For mutation runs: whether a mutant dies must not depend on chance, nobody reads how it died, and a mutant that
+For mutation runs: whether a mutant dies must not depend on chance, nobody reads how it died, and one that
 lives waits for every example of every test.
 """
 
