@@ -107,6 +107,25 @@ def observe_compute(stats: ReplyStats, stage_index: int, compute_us: int, token_
     )
 
 
+def observe_verify_window(
+    stats: ReplyStats, compute_us: int, write_us: int, wait_us: int, token_count: int
+) -> ReplyStats:
+    """Record one verify window on one stage: µs computing, writing it downstream and waiting; its tokens."""
+    compute_us, write_us, wait_us = (_clamp(max(us, 0)) for us in (compute_us, write_us, wait_us))
+    token_count = _clamp(max(token_count, 0))
+    window = ReplyStats(
+        verify_window_compute_us=compute_us,
+        verify_window_forward_write_us=write_us,
+        verify_window_downstream_wait_us=wait_us,
+        verify_window_total_us=_clamp(compute_us + write_us + wait_us),
+        verify_window_stage_count=1,
+        verify_window_request_count=1,
+        verify_window_token_count=token_count,
+        verify_window_max_tokens=token_count,
+    )
+    return merge(stats, window)
+
+
 def _is_better_sample(us: int, tokens: int, current: ReplyStats) -> bool:
     """Whether (us, tokens) is the better calibration sample: more tokens first, then slower."""
     if us <= 0 or tokens <= 0:

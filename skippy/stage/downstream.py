@@ -24,6 +24,7 @@ from .errors import LaneLost
 from .framing import receive_reply
 from .links import Link, LinkClosed
 from .reasons import failure_of
+from .statistics import microseconds
 from .writer import LinkWriter, Reservation
 
 
@@ -58,15 +59,19 @@ class Downstream:
         credit: bool = False,
         on_ack: Callable[[Reply], None] | None = None,
         on_queued: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> tuple[int, int]:
         """Queue a frame for the writer; waits for credit (where ``credit``) and for room in the queue.
 
         ``on_ack`` is called with the acknowledgement; None says that the frame has none. ``on_queued`` is
         called as the frame enters the queue. Cancelled while waiting, nothing was queued and nothing is owed.
+
+        Returns what it took, in µs: handing the frame over, room for it included, and waiting for credit.
         """
+        started = microseconds()
         if credit:
             while not self._window.available:
                 await self._acked.park()
+        credited = microseconds()
         await self._writer.wait_room()
         buffers = encode_frame(message, self._width)
         if credit:
@@ -81,10 +86,12 @@ class Downstream:
             activation_bytes=len(message.activation),
         ):
             self._writer.put(buffers)
-        if credit and self._context.reply_credit == 0:
-            await self.wait_drained()
         if not self._context.options.async_prefill_forward:
             await self._writer.wait_flushed()
+        written = microseconds()
+        if credit and self._context.reply_credit == 0:
+            await self.wait_drained()
+        return written - credited, credited - started + microseconds() - written
 
     def close(self) -> None:
         """End the connection. Safe to call twice."""

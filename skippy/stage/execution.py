@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from skippy.protocol import (
     DATA_KINDS,
+    EMPTY_STATS,
     Buffer,
     Message,
     MessageKind,
@@ -35,6 +37,7 @@ from .predictions import Predictions
 from .queues import PendingReply
 from .runtime import Started
 from .session import Predicted, StageSession
+from .statistics import OBSERVED, LaneStats, Times, microseconds
 
 
 class LaneTasks(Protocol):
@@ -68,6 +71,7 @@ class Execution:
         self._machine = UpstreamConnection()
         self._windows = VerifyPipeline()
         self._session: StageSession | None = None
+        self._stats = LaneStats(context.stage_index)
         self._answers = Answers(context, replies, lane.start)
         self.tell_why = self._answers.tell_why
         self._started: Started | None = None
@@ -147,13 +151,18 @@ class Execution:
         if compute is None:
             await self._skip(message)
             return
-        place = self._place_for(message.kind)
+        times = Times() if message.kind in OBSERVED else None
+        if times is not None:
+            compute = times.computing(compute)
+        place = self._place_for(message, times)
         with decode_span(context.telemetry, message):
             predicted = await session.run(compute)
         if downstream is None or output is None:
+            if times is not None:
+                self._stats.observe(message, times, sent=False)
             await self._answer(message, predicted)
         else:
-            await self._forward(downstream, message.forwarded(context.stage_index, output), place)
+            await self._forward(downstream, message.forwarded(context.stage_index, output), place, times)
         if place is not None:
             await self._replies.put(place)
         elif message.kind is MessageKind.VERIFY_WINDOW:
@@ -186,12 +195,16 @@ class Execution:
         check_data(message, context.stage_index, info.max_batch)
         output: memoryview | None = None
         frame: Callable[[Predicted], Sequence[Buffer]] = prediction_frame
-        if downstream is not None:
+        if downstream is None:
+            stats = self._stats.take()
+            if stats is not EMPTY_STATS:
+                frame = functools.partial(prediction_frame, stats=stats)
+        else:
             output = allocate(message.token_count * info.output_width * 4)
             # The header only refers to the activation, which the engine is about to compute.
             frame = always(encode_forwarded(message, context.stage_index, output, info.output_width))
         compute = session.prepare_now(message, output)
-        place = self._place_for(message.kind)
+        place = self._place_for(message, None)
         if place is not None:
             self.predictions.keep(message.kind, place)
             self._replies.put_nowait(place)
@@ -201,39 +214,59 @@ class Execution:
         self._started = session.start(express.call, express.settle)
         return True
 
-    def _place_for(self, kind: MessageKind) -> PendingReply | None:
+    def _place_for(self, message: Message, times: Times | None) -> PendingReply | None:
         """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
-        if self.downstream is None or self._context.stage_index or not requires_predicted_reply(kind):
+        if self.downstream is None or self._context.stage_index or not requires_predicted_reply(message.kind):
             return None
-        self.predictions.check_awaited(kind)
-        return PendingReply()
+        self.predictions.check_awaited(message.kind)
+        complete = self._stats.complete
+        if times is not None and message.kind is MessageKind.VERIFY_WINDOW:
+            complete = functools.partial(self._stats.complete_window, message, times)
+        return PendingReply(complete=complete)
 
     async def _answer(self, message: Message, predicted: Predicted) -> None:
         """The last stage's reply to a data message, where it owes one."""
         if isinstance(predicted, int):
-            await self._answers.send(Reply.predicted_token(predicted))
+            await self._answers.send(Reply.predicted_token(predicted, self._stats.take()))
         elif predicted is not None:
-            await self._answers.send(Reply.of_predicted_tokens(predicted, message.state.seq_id))
+            window = message.state.seq_id
+            await self._answers.send(Reply.of_predicted_tokens(predicted, window, self._stats.take()))
         elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
-            await self._owe(Reply.ack())
+            await self._owe(Reply.ack(self._stats.take()))
 
-    async def _forward(self, downstream: Downstream, frame: Message, place: PendingReply | None) -> None:
-        """Send a data message on, the ordinary way."""
-        if frame.kind is MessageKind.PREFILL_EMBD:
-            await downstream.send(frame, credit=True, on_ack=lambda _: None)
-        elif frame.kind is MessageKind.DECODE_REPLAY_EMBD:
+    async def _forward(
+        self, downstream: Downstream, frame: Message, place: PendingReply | None, times: Times | None = None
+    ) -> None:
+        """Send a data message on, the ordinary way; ``times`` where it was carried out and is observed."""
+
+        def keep() -> None:
+            if times is not None:
+                times.sent_at = microseconds()
+            if place is not None:
+                self.predictions.keep(frame.kind, place)
+
+        if frame.kind is MessageKind.DECODE_REPLAY_EMBD:
             await self._request(downstream, frame)
-        elif place is not None:
-            await downstream.send(frame, on_queued=lambda: self.predictions.keep(frame.kind, place))
-        else:
-            await downstream.send(frame)
+            return
+        early = frame.kind is MessageKind.PREFILL_EMBD
+        spent = await downstream.send(
+            frame,
+            credit=early,
+            on_ack=(lambda reply: self._stats.add(reply.stats)) if early else None,
+            on_queued=keep,
+        )
+        if times is None:
+            return
+        times.write_us, times.wait_us = spent
+        if place is None or frame.kind is not MessageKind.VERIFY_WINDOW:
+            self._stats.observe(frame, times, sent=True)
 
     async def _skip(self, message: Message) -> None:
         """Pass on a stale data message without its rows; the last stage answers that nothing ran."""
         self._check_skippable(message)
         if self.downstream is not None:
             frame = message.skipped(self._context.stage_index)
-            place = self._place_for(frame.kind)
+            place = self._place_for(frame, None)
             await self._forward(self.downstream, frame, place)
             if place is not None:
                 await self._replies.put(place)
@@ -262,7 +295,7 @@ class Execution:
             await session.configure(message.sampling, message.chat_sampling_metadata)
             await self._answers.open(message)
         if self.downstream is None:
-            await self._owe(Reply.ack())
+            await self._owe(Reply.ack(self._stats.take()))
             return
         if context.stage_index == 0:
             self.predictions.await_stream(message.request_id, message.session_id)
@@ -279,7 +312,7 @@ class Execution:
         )
         if self.downstream is None:
             self._stopped()
-            await self._owe(Reply.ack())
+            await self._owe(Reply.ack(self._stats.take()))
             return
         await self.wait_settled()
         await self.predictions.release()
@@ -293,7 +326,7 @@ class Execution:
         if self._session is not None:
             await self._session.trim(message)
         if self.downstream is None:
-            await self._owe(Reply.ack())
+            await self._owe(Reply.ack(self._stats.take()))
             return
         await self._request(self.downstream, message)
 
@@ -311,7 +344,7 @@ class Execution:
         """
         context = self._context
         check_restore(message, context.stage_index)
-        miss = Reply.ack(ReplyStats(kv_lookup_misses=1))
+        miss = Reply.ack(self._stats.take(ReplyStats(kv_lookup_misses=1)))
         if message.kind is not MessageKind.TRY_RESTORE_PREFILL_DECODE:
             await self._owe(miss)
             return
@@ -339,7 +372,7 @@ class Execution:
                 return  # it arrived as the lane ended, which has failed the place
             self._owed.remove(place)
             then()
-            place.set(Reply.ack(reply.stats))
+            place.set(Reply.ack(self._stats.take(reply.stats)))
 
         await downstream.send(message, on_ack=on_ack, on_queued=lambda: self._owed.append(place))
         await self._replies.put(place)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from skippy.engine import StageEngine
-from skippy.protocol import Buffer, Message, Reply, encode_reply
+from skippy.protocol import EMPTY_STATS, Buffer, Message, Reply, ReplyStats, encode_reply
 from skippy.telemetry import Span, Telemetry, names
 
 from .session import EngineCall, Predicted
@@ -55,10 +55,10 @@ class Express:
             self._on_error(error)
 
 
-def prediction_frame(token: Predicted) -> Sequence[Buffer]:
+def prediction_frame(token: Predicted, stats: ReplyStats = EMPTY_STATS) -> Sequence[Buffer]:
     """The last stage's frame for a token."""
     assert isinstance(token, int)
-    return [encode_reply(Reply.predicted_token(token))]
+    return [encode_reply(Reply.predicted_token(token, stats))]
 
 
 def always(buffers: Sequence[Buffer]) -> Callable[[Predicted], Sequence[Buffer]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import trio
@@ -15,11 +16,16 @@ T = TypeVar("T")
 
 
 class PendingReply:
-    """A place in a reply stream that is filled later, once. Replies leave in the order of their places."""
+    """A place in a reply stream that is filled later, once. Replies leave in the order of their places.
 
-    __slots__ = ("_event", "_failure", "_reply")
+    Args:
+        complete: what is done with the reply as it comes.
+    """
 
-    def __init__(self, reply: Reply | None = None) -> None:
+    __slots__ = ("_complete", "_event", "_failure", "_reply")
+
+    def __init__(self, reply: Reply | None = None, complete: Callable[[Reply], Reply] | None = None) -> None:
+        self._complete = complete
         self._event = trio.Event()
         self._reply = reply
         self._failure: StageError | None = None
@@ -27,7 +33,7 @@ class PendingReply:
             self._event.set()
 
     def set(self, reply: Reply) -> None:
-        self._reply = reply
+        self._reply = reply if self._complete is None else self._complete(reply)
         self._event.set()
 
     def fail(self, failure: StageError) -> None:

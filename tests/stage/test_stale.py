@@ -16,7 +16,7 @@ from skippy.stage.framing import receive_message
 from skippy.stage.links import TcpTransport
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
 from tests.support.cluster import Cluster, toy_cluster
-from tests.support.driver import Driver, dial_driver, driver_of
+from tests.support.driver import Driver, dial_driver, driver_of, unmeasured
 from tests.support.scripted import scripted_peer
 
 K = MessageKind
@@ -163,7 +163,7 @@ class Returned:
     async def take(self) -> Reply:
         await self.arrived.wait()
         self.arrived = trio.Event()
-        return self.replies.pop()
+        return unmeasured(self.replies.pop())
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,100 @@
+"""What one stage observes on one lane, until a reply may carry it.
+
+An early ACK leaves before anything was computed, and predictions pass by the stages in between. So what
+was observed waits for the next reply that carries statistics.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import attrs
+
+from skippy.engine import StageEngine
+from skippy.protocol import EMPTY_STATS, Message, MessageKind, Reply, ReplyStats
+from skippy.protocol.stats import merge, observe_compute, observe_edge_transport, observe_verify_window
+
+from .session import EngineCall, Predicted
+
+OBSERVED: Final = frozenset(
+    {MessageKind.PREFILL_EMBD, MessageKind.PREFILL_FINAL_EMBD, MessageKind.VERIFY_WINDOW}
+)
+"""Kinds that the statistics speak of. Decode steps are not among them, and cost nothing here."""
+
+
+def microseconds() -> int:
+    """Of a clock that only differences mean something on."""
+    return time.perf_counter_ns() // 1000
+
+
+@attrs.define(slots=True)
+class Times:
+    """How one frame's time on a stage was spent, in µs.
+
+    Attributes:
+        write_us: handing the frame over, waiting for room included.
+        wait_us: waiting for what the next stage owes: credit, or a prediction.
+        sent_at: when the frame was handed over.
+    """
+
+    compute_us: int = 0
+    write_us: int = 0
+    wait_us: int = 0
+    sent_at: int = 0
+
+    def computing(self, call: EngineCall) -> EngineCall:
+        """``call``, measured on the engine's thread; its wait for the engine does not count."""
+
+        def measured(engine: StageEngine) -> Predicted:
+            started = microseconds()
+            predicted = call(engine)
+            self.compute_us = microseconds() - started
+            return predicted
+
+        return measured
+
+
+class LaneStats:
+    """The observations that no reply has carried yet."""
+
+    def __init__(self, stage_index: int) -> None:
+        self._stage_index = stage_index
+        self._pending = EMPTY_STATS
+
+    def add(self, stats: ReplyStats) -> None:
+        """Statistics of an acknowledgement that ends here."""
+        if stats is not EMPTY_STATS:
+            self._pending = merge(self._pending, stats)
+
+    def take(self, below: ReplyStats = EMPTY_STATS) -> ReplyStats:
+        """All that is pending, merged with what a later stage's reply says; nothing is pending then."""
+        pending = self._pending
+        if pending is EMPTY_STATS:
+            return below
+        self._pending = EMPTY_STATS
+        return merge(pending, below)
+
+    def complete(self, reply: Reply) -> Reply:
+        """A reply that has come up to this stage, with what is pending here."""
+        stats = self.take(reply.stats)
+        return reply if stats is reply.stats else attrs.evolve(reply, stats=stats)
+
+    def complete_window(self, message: Message, times: Times, reply: Reply) -> Reply:
+        """As ``complete``, for a verify window whose answer this stage has waited for."""
+        times.wait_us = microseconds() - times.sent_at
+        self.observe(message, times, sent=True)
+        return self.complete(reply)
+
+    def observe(self, frame: Message, times: Times, *, sent: bool) -> None:
+        """A frame of an :data:`OBSERVED` kind was carried out, and passed on where ``sent``."""
+        index, count, stats = self._stage_index, frame.token_count, self._pending
+        if frame.kind is MessageKind.VERIFY_WINDOW:
+            stats = observe_verify_window(stats, times.compute_us, times.write_us, times.wait_us, count)
+        else:
+            stats = observe_compute(stats, index, times.compute_us, count)
+            if sent:
+                stats = observe_edge_transport(
+                    stats, index, times.write_us, times.wait_us, len(frame.activation)
+                )
+        self._pending = stats
