@@ -16,8 +16,9 @@ from skippy.protocol import (
     ReplyDecoder,
     ReplyKind,
     encode_frame,
+    estimated_wire_bytes,
 )
-from skippy.telemetry import names
+from skippy.telemetry import Level, names
 
 from .context import StageContext
 from .errors import LaneLost
@@ -84,7 +85,9 @@ class Downstream:
             names.STAGE_BINARY_DOWNSTREAM_WRITE,
             message_kind=message.kind.name,
             activation_bytes=len(message.activation),
-        ):
+        ) as span:
+            if self._context.telemetry.enabled(Level.DEBUG):
+                span["message_wire_bytes"] = estimated_wire_bytes(message)
             self._writer.put(buffers)
         if not self._context.options.async_prefill_forward:
             await self._writer.wait_flushed()

@@ -18,6 +18,7 @@ from skippy.protocol import (
     ProtocolError,
     RemoteProtocolError,
     encode_reply,
+    estimated_wire_bytes,
 )
 from skippy.telemetry import Level, names
 
@@ -231,6 +232,8 @@ async def _execute(
             if message is not None:
                 span["message_kind"] = message.kind.name
                 span["activation_bytes"] = len(message.activation)
+                if context.telemetry.enabled(Level.DEBUG):
+                    span["message_wire_bytes"] = estimated_wire_bytes(message)
                 live = message.kind is not MessageKind.STOP
             elif live:
                 # Nobody wants the rest, and the lane may be waiting for a stalled downstream.
@@ -286,11 +289,15 @@ async def _write_replies(context: StageContext, link: Link, replies: _ReplyChann
     """The only task that sends on an upstream link once it is ready."""
     while True:
         reply = await (await replies.get()).wait()
+        data = encode_reply(reply)
         with context.telemetry.span(
-            names.STAGE_BINARY_UPSTREAM_REPLY_WRITE, level=Level.DEBUG, reply_kind=reply.kind.name
+            names.STAGE_BINARY_UPSTREAM_REPLY_WRITE,
+            reply_kind=reply.kind.name,
+            predicted_token_count=len(reply.predicted_tokens),
+            reply_wire_bytes=len(data),
         ):
             replies.sending = True
-            await link.send([encode_reply(reply)])
+            await link.send([data])
             replies.sending = False
 
 
