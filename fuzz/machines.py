@@ -183,7 +183,7 @@ def machines(data: bytes) -> None:
             stage.stop()
         elif choice < 148:
             stage.missed()
-        elif choice < 164:
+        elif choice < 160:
             stage.resolve(rest[0], rest[1] & 7)
         elif choice == 255:
             stage, driver = _Stage(), _Driver()

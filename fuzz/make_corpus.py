@@ -112,7 +112,12 @@ def machine_seeds() -> Seeds:
         "rewind",
         prefill + decode + step("TRIM_SESSION") + step("DECODE_REPLAY_EMBD", 0x10, 3, 0x12) + decode,
     )
-    yield "verify", prefill + step("VERIFY_WINDOW", 0, 3, 0x33) + step("RETIRE_VERIFY_WINDOW") + decode + stop
+    first, second = step("VERIFY_WINDOW", 0, 3, 0x33), step("VERIFY_WINDOW", 0, 5, 0x33)
+    answered, retired = bytes((150, 1, 2, 0, 0)), step("RETIRE_VERIFY_WINDOW", 0, 3, 0x03)
+    yield "verify", prefill + first + answered + retired + second + answered + stop
+    # The second window is undone before its answer, and a third one comes late.
+    newer, late = step("DECODE_EMBD", 0x10, 4, 0x12), step("VERIFY_WINDOW", 0, 6, 0x33)
+    yield "stale", prefill + first + second + newer + late + retired + answered * 3 + newer + stop
     yield "restore", step("TRY_RESTORE_PREFILL") + step("PROBE_PREFILL") + prefill + decode
     missed = step("TRY_RESTORE_PREFILL_DECODE") + bytes((144, 0, 0, 0, 0))
     yield "missed", missed + prefill + stop
