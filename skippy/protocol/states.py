@@ -283,14 +283,14 @@ RETURN: Final[Mapping[ReturnState, Mapping[ReturnEvent, ReturnState]]] = {
 }
 
 
-class WindowState(enum.Enum):
+class WindowState(TableEnum):
     OPEN = "open"
     COMMITTED = "committed"
     STALE = "stale"
     RETIRED = "retired"
 
 
-class WindowEvent(enum.Enum):
+class WindowEvent(TableEnum):
     COMMIT = "commit"
     DISCARD = "discard"
     REWIND = "rewind"
