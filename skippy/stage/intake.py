@@ -17,6 +17,9 @@ RESTORES: Final = frozenset(
     }
 )
 
+MAX_WINDOW_TOKENS: Final = 64
+"""Each token of a verify window takes a row of logits, and engines keep that memory: up to 1 MB a row."""
+
 
 def check_data(message: Message, stage_index: int, max_batch: int) -> None:
     """Refuse a data frame of another stage's neighbour, and one that the engine cannot take as it is.
@@ -32,6 +35,11 @@ def check_data(message: Message, stage_index: int, max_batch: int) -> None:
         raise RemoteProtocolError(
             f"{message.kind.name} has {message.token_count} tokens; stage {stage_index} takes at most "
             f"{max_batch} at once (n_batch)"
+        )
+    if message.token_count > MAX_WINDOW_TOKENS and message.kind is MessageKind.VERIFY_WINDOW:
+        raise RemoteProtocolError(
+            f"{message.kind.name} has {message.token_count} tokens; at most {MAX_WINDOW_TOKENS} are verified "
+            "at once"
         )
     if len(message.positions):
         raise RemoteProtocolError(

@@ -18,7 +18,7 @@ from skippy.frontend.lanes import LanePool
 from skippy.protocol import Message, MessageKind, RemoteProtocolError, default_state, encode_message
 from skippy.stage import open_stage
 from skippy.stage.dialing import dial_stage
-from skippy.stage.intake import check_data
+from skippy.stage.intake import MAX_WINDOW_TOKENS, check_data
 from skippy.stage.links import MemoryTransport, TcpTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_failures import read_to_end
@@ -47,6 +47,13 @@ def test_frames_of_the_stage_before_and_of_no_other(stage: int) -> None:
 def test_not_more_tokens_than_an_engine_call_takes() -> None:
     with pytest.raises(RemoteProtocolError, match=r"9 tokens; stage 1 takes at most 8 .*n_batch"):
         check_data(frame(MessageKind.PREFILL_EMBD, 0, count=9), 1, max_batch=8)
+
+
+def test_not_more_tokens_than_are_verified_at_once() -> None:
+    check_data(frame(MessageKind.VERIFY_WINDOW, 0, count=MAX_WINDOW_TOKENS), 1, max_batch=512)
+    check_data(frame(MessageKind.PREFILL_EMBD, 0, count=MAX_WINDOW_TOKENS + 1), 1, max_batch=512)
+    with pytest.raises(RemoteProtocolError, match="VERIFY_WINDOW has 65 tokens; at most 64 are verified"):
+        check_data(frame(MessageKind.VERIFY_WINDOW, 0, count=MAX_WINDOW_TOKENS + 1), 1, max_batch=512)
 
 
 async def test_a_count_that_no_machine_could_hold_costs_its_own_connection_only() -> None:

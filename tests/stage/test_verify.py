@@ -6,6 +6,7 @@ import pytest
 import trio
 
 from skippy.protocol import MessageKind, Reply, ReplyKind, SamplingConfig
+from skippy.stage.intake import MAX_WINDOW_TOKENS
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.driver import Driver, driver_of
@@ -195,3 +196,17 @@ async def test_the_next_request_counts_its_windows_anew(stages: int) -> None:
                 await driver.verify(1, LAST, [PROMPT[-1], WRONG])
                 assert answer(await driver.reply(), 1)[:1] == tuple(unsplit_tokens(PROMPT, 1))
                 await stop(driver, cluster)
+
+
+async def test_the_largest_window(stages: int) -> None:
+    """Wrong from the second token on, and answered to the last one."""
+    expected = unsplit_tokens(PROMPT, 2)
+    with trio.fail_after(20):
+        async with toy_cluster(stages) as cluster, driver_of(cluster) as driver:
+            await driver.start(PROMPT)
+            await driver.verify(1, LAST, [PROMPT[-1], *[WRONG] * (MAX_WINDOW_TOKENS - 1)])
+            predicted = answer(await driver.reply(), 1)
+            assert len(predicted) == MAX_WINDOW_TOKENS
+            assert predicted[0] == expected[0]
+            assert await driver.decode(LAST + 1, expected[0]) == expected[1]
+            await stop(driver, cluster)
