@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import attrs
-import trio
 
 from skippy.engine import Vocabulary
-from skippy.protocol import Message, MessageKind, Reply, default_state
+from skippy.protocol import Message, MessageKind, StageState, default_state
 from skippy.stage import LaneLost, PendingReply, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
@@ -23,7 +22,9 @@ from .generation import (
     GenerationRequest,
     InvalidSampling,
 )
-from .lanes import REPLY_TIMEOUT_SECS, LanePool, PooledLane
+from .lanes import LanePool, PooledLane
+
+_DECODE_STATE = default_state(MessageKind.DECODE_EMBD)
 
 
 class ChainGenerator:
@@ -169,16 +170,21 @@ class ChainStream:
                 )
 
     async def _decode(self, token: int) -> int:
-        step = self.generated
-        reply = await self._send(
-            MessageKind.DECODE_EMBD,
-            pos_start=len(self._request.prompt) - 1 + step,
-            tokens=(token,),
-            prompt_token_count=len(self._request.prompt),
-            current_token=token,
-            decode_step=step,
+        count, step = len(self._request.prompt), self.generated
+        # Spelled out: this runs for every token.
+        state = StageState(
+            phase=_DECODE_STATE.phase, prompt_token_count=count, decode_step=step, current_token=token
         )
-        prediction = await self._wait(reply)
+        message = Message(
+            MessageKind.DECODE_EMBD,
+            state,
+            pos_start=count - 1 + step,
+            token_count=1,
+            request_id=self._request_id,
+            session_id=self._session_id,
+            tokens=(token,),
+        )
+        prediction = await (await self._pooled.handle(message)).wait()
         if prediction.predicted < 0:
             raise LaneLost(f"the last stage answered with token {prediction.predicted}")
         return prediction.predicted
@@ -200,10 +206,3 @@ class ChainStream:
                 tokens=tokens,
             )
         )
-
-    async def _wait(self, place: PendingReply) -> Reply:
-        with trio.move_on_after(REPLY_TIMEOUT_SECS):
-            return await place.wait()
-        failure = LaneLost(f"no prediction within {REPLY_TIMEOUT_SECS:g} s")
-        self._pooled.lane.fail(failure)
-        raise failure

@@ -8,6 +8,7 @@ it with the next message. All that does not fit this case takes the ordinary way
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from skippy.engine import StageEngine
@@ -16,6 +17,8 @@ from skippy.telemetry import Span, Telemetry, names
 
 from .session import EngineCall, Predicted
 from .writer import Reservation
+
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class Express:
@@ -47,7 +50,11 @@ class Express:
 
         Raises LinkClosed besides what the engine raises.
         """
-        return not self._reservation.send(self._frame(self._compute(engine)))
+        gone = self._reservation.send(self._frame(self._compute(engine)))
+        # Where the next stage is on this machine, the system has just put its reader on a core, as likely as
+        # not behind this thread, whose own work is done.
+        _yield_core()
+        return not gone
 
     def settle(self, error: Exception | None) -> None:
         self._reservation.release()

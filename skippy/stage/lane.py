@@ -63,6 +63,8 @@ class Lane:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 if downstream is not None:
+                    if self._context.stage_index == 0:
+                        self.start(self.predictions.watch)
                     self.start(downstream.write)
                     self.start(downstream.read, downstream.close)
                 task_status.started()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -16,9 +17,12 @@ from skippy.protocol import (
     VerifyPipeline,
 )
 
-from .errors import StageError
+from .errors import LaneLost, StageError
 from .queues import PendingReply
 from .returns import ReturnHub
+
+PREDICTION_SECS = 300.0
+"""Longest wait for a prediction: far above a slow prefill, below what HTTP clients wait."""
 
 
 class Predictions:
@@ -39,6 +43,10 @@ class Predictions:
         self._opened = trio.Event()
         self._scope: trio.CancelScope | None = None
         self._places: deque[PendingReply] = deque()
+        self._moved = -math.inf
+        """When a prediction last came, or was first owed."""
+        self._watched = False
+        self._unwatched = trio.lowlevel.ParkingLot()
 
     @property
     def places(self) -> Iterator[PendingReply]:
@@ -62,7 +70,26 @@ class Predictions:
         """A frame of ``kind`` is on its way down; its prediction goes to ``place``."""
         assert self._stream is not None
         self._stream.expect(kind)
+        if not self._places:
+            self._moved = trio.current_time()
         self._places.append(place)
+        if not self._watched:
+            self._unwatched.unpark()
+
+    async def watch(self) -> None:
+        """Raise LaneLost once PREDICTION_SECS have passed in which predictions were owed and none came.
+
+        One timer serves all tokens: setting one for each would cost more than their bookkeeping.
+        """
+        while True:
+            while not self._places:
+                self._watched = False
+                await self._unwatched.park()
+            self._watched = True
+            due = self._moved + PREDICTION_SECS
+            if due <= trio.current_time():
+                raise LaneLost(f"no prediction within {PREDICTION_SECS:g} s")
+            await trio.sleep_until(due)
 
     async def release(self) -> None:
         """The request has ended with nothing owed; waits for a stream that is still to come."""
@@ -93,6 +120,7 @@ class Predictions:
         assert self._stream is not None
         if self._stream.receive(reply) is MessageKind.VERIFY_WINDOW:
             self._windows.resolve(reply.window_id, len(reply.predicted_tokens))
+        self._moved = trio.current_time()
         self._places.popleft().set(reply)
 
     def fail_return(self, failure: StageError) -> None:
