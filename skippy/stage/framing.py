@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import trio
 
-from skippy.protocol import Message, MessageDecoder, Reply, ReplyDecoder
+from skippy.protocol import Buffer, Message, MessageDecoder, Reply, ReplyDecoder
 
 from .links import Link, LinkClosed
 
 FRAME_SECS = 60.0
 """How long a frame may take from its first byte to its last. A link may be silent for as long as it likes,
 but not inside a frame."""
+
+ACCEPT_SECS = 300.0
+"""How long a peer may take to accept a frame, which waits there for the frames before it and for memory."""
 
 
 class Memory(Protocol):
@@ -41,6 +45,17 @@ async def receive_message(
     if memory is not None:
         await memory.wait()
     return message
+
+
+async def send_frame(link: Link, buffers: Sequence[Buffer], seconds: float) -> None:
+    """Send a whole frame. Raises LinkClosed, also for a peer that has not taken it after ``seconds``.
+
+    A cancelled or failed call may leave half a frame behind: the link is then of no further use.
+    """
+    with trio.move_on_after(seconds):
+        await link.send(buffers)
+        return
+    raise LinkClosed(f"{link.peer} did not take a frame within {seconds:g} s")
 
 
 async def receive_reply(link: Link, decoder: ReplyDecoder) -> Reply | None:

@@ -24,7 +24,7 @@ from skippy.telemetry import Level, names
 
 from .context import HANDSHAKE_SECS, LAST_WORDS_SECS, StageContext, log
 from .errors import DownstreamRefused, LaneLost, RequestFailed, StageError
-from .framing import receive_message
+from .framing import FRAME_SECS, receive_message, send_frame
 from .lane import Lane
 from .links import Link, LinkClosed
 from .memory import FrameMemory
@@ -33,6 +33,9 @@ from .queues import PendingReply
 from .reasons import encode_reason
 from .turns import take_turns
 
+IDLE_SECS = 600.0
+"""How long a live request may bring no frame: longer than any reply of the chain may take. It holds a
+sequence, which others wait for; between requests a lane may be silent for as long as it likes."""
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
 """What a peer may send meanwhile."""
 MAX_QUEUED_REPLIES = 64
@@ -218,12 +221,14 @@ async def _execute(
 ) -> None:
     """Read ahead, within bounds, and execute in order; returns at the end of the peer's stream.
 
-    An end of stream while a request is live drops what was read ahead and raises LinkClosed.
+    An end of stream while a request is live drops what was read ahead and raises LinkClosed; so does a live
+    request that is silent for IDLE_SECS.
     """
     frames = context.options.max_inflight
     if context.max_activation_bytes:
         frames = max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
     live = first.kind is not MessageKind.STOP
+    patience = trio.CancelScope(deadline=trio.current_time() + IDLE_SECS)
 
     async def read() -> Message | None:
         nonlocal live
@@ -235,6 +240,7 @@ async def _execute(
                 if context.telemetry.enabled(Level.DEBUG):
                     span["message_wire_bytes"] = estimated_wire_bytes(message)
                 live = message.kind is not MessageKind.STOP
+                patience.deadline = trio.current_time() + IDLE_SECS if live else math.inf
             elif live:
                 # Nobody wants the rest, and the lane may be waiting for a stalled downstream.
                 raise LinkClosed(f"{link.peer} closed the connection while a request was live")
@@ -253,7 +259,10 @@ async def _execute(
         memory.release(len(message.activation))
         return True
 
-    await take_turns(read, handle, first=first, ahead=frames, handle_now=handle_now)
+    with patience:
+        await take_turns(read, handle, first=first, ahead=frames, handle_now=handle_now)
+    if patience.cancelled_caught:
+        raise LinkClosed(f"{link.peer} sent nothing for {IDLE_SECS:g} s while a request was live")
 
 
 class _ReplyChannel:
@@ -297,7 +306,8 @@ async def _write_replies(context: StageContext, link: Link, replies: _ReplyChann
             reply_wire_bytes=len(data),
         ):
             replies.sending = True
-            await link.send([data])
+            # Whoever waits for replies does nothing else, so these must be taken at once.
+            await send_frame(link, [data], FRAME_SECS)
             replies.sending = False
 
 

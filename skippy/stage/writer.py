@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from skippy.protocol import Buffer
 
+from .framing import ACCEPT_SECS, send_frame
 from .links import Link
 from .queues import SendQueue
 
@@ -75,8 +76,8 @@ class LinkWriter:
         await self._queue.wait_flushed()
 
     async def run(self) -> None:
-        """Send what could not be sent at once, until cancelled."""
+        """Send what could not be sent at once, until cancelled. Raises LinkClosed, also for a stuck peer."""
         while True:
             buffers = await self._queue.get()
-            await self._link.send(buffers)
+            await send_frame(self._link, buffers, ACCEPT_SECS)
             del buffers  # a large activation must not outlive its sending
