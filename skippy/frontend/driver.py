@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from skippy.engine import Vocabulary
-from skippy.protocol import Message, MessageKind, StageState, default_state
-from skippy.stage import LaneLost, PendingReply, SettingsRefused, Stage, StageError
+from skippy.protocol import Message, MessageKind, PositionLogProbabilities, StageState, default_state
+from skippy.stage import GenerationSettings, LaneLost, PendingReply, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
 from .generation import (
@@ -103,12 +103,17 @@ class ChainStream:
         self._session_id = secrets.randbits(64) or 1
         self._current: int | None = None
         self._finish_reason: FinishReason | None = None
+        self._logprobs: PositionLogProbabilities | None = None
         self.generated = 0
         pooled.request = (self._request_id, self._session_id)
 
     @property
     def finish_reason(self) -> FinishReason | None:
         return self._finish_reason
+
+    @property
+    def logprobs(self) -> PositionLogProbabilities | None:
+        return self._logprobs
 
     def __aiter__(self) -> ChainStream:
         return self
@@ -153,7 +158,10 @@ class ChainStream:
         prompt = self._request.prompt
         count = len(prompt) - 1
         await self._send(
-            MessageKind.CONFIGURE_GENERATION, prompt_token_count=len(prompt), sampling=self._request.sampling
+            MessageKind.CONFIGURE_GENERATION,
+            prompt_token_count=len(prompt),
+            sampling=self._request.sampling,
+            chat_sampling_metadata=GenerationSettings(self._request.top_logprobs).to_metadata(),
         )
         for index, start in enumerate(range(0, count, self._chunk_size)):
             chunk = prompt[start : min(start + self._chunk_size, count)]
@@ -184,16 +192,21 @@ class ChainStream:
             session_id=self._session_id,
             tokens=(token,),
         )
-        prediction = await (await self._pooled.handle(message)).wait()
+        place = await self._pooled.handle(message)
+        prediction = await place.wait()
         if prediction.predicted < 0:
             raise LaneLost(f"the last stage answered with token {prediction.predicted}")
+        if self._request.top_logprobs is not None:
+            if place.annex is None or len(place.annex.log_probabilities) != 1:
+                raise LaneLost("the last stage did not send the log-probabilities that were asked for")
+            self._logprobs = place.annex.log_probabilities[0]
         return prediction.predicted
 
     async def _send(
         self, kind: MessageKind, *, pos_start: int = 0, tokens: Sequence[int] = (), **header: Any
     ) -> PendingReply:
-        """Hand one message to the lane; ``header`` holds state words, or ``sampling``."""
-        sampling = header.pop("sampling", None)
+        """Hand one message to the lane; ``header`` holds state words, or settings of the request."""
+        sampling, metadata = header.pop("sampling", None), header.pop("chat_sampling_metadata", None)
         return await self._pooled.handle(
             Message(
                 kind,
@@ -203,6 +216,7 @@ class ChainStream:
                 request_id=self._request_id,
                 session_id=self._session_id,
                 sampling=sampling,
+                chat_sampling_metadata=metadata,
                 tokens=tokens,
             )
         )

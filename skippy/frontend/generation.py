@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import attrs
 
 from skippy.engine import Vocabulary
-from skippy.protocol import SamplingConfig
+from skippy.protocol import PositionLogProbabilities, SamplingConfig
 
 FinishReason = Literal["stop", "length"]
 
@@ -66,11 +66,14 @@ class GenerationRequest:
         prompt: token ids, at least one.
         max_tokens: tokens to generate at most, at least 1. The driver stops earlier at the context's end.
         sampling: settings for the last stage; None is greedy.
+        top_logprobs: with each token come its log-probability and those of this many likeliest tokens, 0 to
+            20; None asks for none. A chain with a plain generation-8 peer refuses it (InvalidSampling).
     """
 
     prompt: Sequence[int]
     max_tokens: int
     sampling: SamplingConfig | None = None
+    top_logprobs: int | None = None
 
 
 class TokenStream(Protocol):
@@ -82,6 +85,10 @@ class TokenStream(Protocol):
     @property
     def finish_reason(self) -> FinishReason | None:
         """None until iteration has ended normally."""
+
+    @property
+    def logprobs(self) -> PositionLogProbabilities | None:
+        """Of the token that iteration gave last, where the request asked for them."""
 
     def __aiter__(self) -> AsyncIterator[int]: ...
 

@@ -25,6 +25,8 @@ RETRY_PAUSE_SECS = 0.5
 class LocalReplies:
     """The owed replies of a lane whose upstream is this process, oldest first."""
 
+    annexed = True
+
     def __init__(self) -> None:
         self._places: deque[PendingReply] = deque()
 

@@ -109,6 +109,9 @@ class Fields:
     def integer_or_null(self, name: str, low: int, high: int) -> int | None:
         return None if self._null(name) else self.integer(name, low, high)
 
+    def integer_or_absent(self, name: str, low: int, high: int) -> int | None:
+        return self.integer(name, low, high) if name in self._rest else None
+
     def boolean(self, name: str) -> bool:
         value = self._take(name)
         if not isinstance(value, bool):

@@ -4,7 +4,6 @@ Here live the runtime thread, the scheduler, sessions, upstream connections, dow
 returns and link backends. Import the names below from here. Never here: HTTP, prompts, text.
 """
 
-from .answers import ReplySink
 from .errors import (
     DownstreamUnavailable,
     LaneLost,
@@ -13,12 +12,15 @@ from .errors import (
     StageError,
     StageStartError,
 )
+from .interfaces import ReplySink
 from .lane import Lane
 from .queues import PendingReply
 from .service import Stage, open_stage
+from .settings import GenerationSettings
 
 __all__ = [
     "DownstreamUnavailable",
+    "GenerationSettings",
     "Lane",
     "LaneLost",
     "PendingReply",

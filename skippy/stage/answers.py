@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import Protocol
 
-from skippy.protocol import ANNEX_EXTENSION, Message, Reply
+from skippy.protocol import ANNEX_EXTENSION, Message, Reply, ReplyAnnex
 
 from .context import HANDSHAKE_SECS, StageContext
 from .dialing import dial_admitted
 from .errors import RequestFailed
+from .interfaces import ReplySink, TaskStarter
 from .links import LinkClosed
 from .queues import PendingReply
 from .reasons import encode_reason
 from .returns import ReturnStream
 from .writer import Reservation
-
-
-class ReplySink(Protocol):
-    """Where a lane's owed replies go, in order."""
-
-    async def put(self, reply: PendingReply) -> None: ...
-
-    @property
-    def full(self) -> bool: ...
-
-    def put_nowait(self, reply: PendingReply) -> None:
-        """:meth:`put` for a sink that is not full."""
-
-
-class TaskStarter(Protocol):
-    """Runs a task whose end is the lane's end, and ``close`` after it."""
-
-    def __call__(self, task: Callable[[], Awaitable[None]], close: Callable[[], None] = ...) -> None: ...
 
 
 class Answers:
@@ -79,12 +60,17 @@ class Answers:
         self._start(stream.write)
         self._start(stream.watch, link.close)
 
-    async def send(self, reply: Reply) -> None:
+    @property
+    def annexed(self) -> bool:
+        """Whether an annex may go with a prediction."""
+        return self._upstream.annexed if self._stream is None else self._stream.annexed
+
+    async def send(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         """Send a prediction, or what stands for one; waits for room."""
         if self._stream is not None:
-            await self._stream.send(reply)
+            await self._stream.send(reply, annex)
         else:
-            await self._upstream.put(PendingReply(reply))
+            await self._upstream.put(PendingReply(reply, annex=annex))
 
     def reserve(self) -> Reservation | None:
         """As :meth:`LinkWriter.reserve`; None also without a return stream."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from skippy.protocol import (
     DATA_KINDS,
@@ -26,31 +25,20 @@ from skippy.protocol import (
 )
 from skippy.telemetry import Level, names
 
-from .answers import Answers, ReplySink
+from .answers import Answers
 from .context import StageContext
 from .downstream import Downstream
 from .errors import RequestFailed, StageError
 from .express import Express, always, decode_span, prediction_frame, timed
 from .framing import allocate
 from .intake import ONE_TOKEN, RESTORES, check_data, check_restore
+from .interfaces import LaneTasks, ReplySink
 from .predictions import Predictions
 from .queues import PendingReply
 from .runtime import Started
 from .session import Predicted, StageSession
+from .settings import parse_metadata
 from .statistics import OBSERVED, LaneStats, Times, microseconds
-
-
-class LaneTasks(Protocol):
-    """What an execution asks of the lane that it belongs to. None of it waits."""
-
-    def fail_for(self, error: Exception) -> None:
-        """End the lane for what went wrong on the engine's thread."""
-
-    def lose(self, failure: StageError) -> None:
-        """A link is broken, or stage 0's return stream has ended."""
-
-    def start(self, task: Callable[[], Awaitable[None]], close: Callable[[], None] = ...) -> None:
-        """Run a task whose end is the lane's end, and ``close`` after it."""
 
 
 class Execution:
@@ -182,6 +170,7 @@ class Execution:
             or not (self._started is None or self._started.settle())
             or session.is_stale(message)
             or session.wants_settings(message)
+            or session.scores
         ):
             return False
         is_ours = downstream is not None and context.stage_index == 0  # so the prediction comes back here
@@ -226,13 +215,17 @@ class Execution:
 
     async def _answer(self, message: Message, predicted: Predicted) -> None:
         """The last stage's reply to a data message, where it owes one."""
+        if predicted is None:
+            if message.kind is MessageKind.DECODE_REPLAY_EMBD:
+                await self._owe(Reply.ack(self._stats.take()))
+            return
+        assert self._session is not None
+        stats, annex = self._stats.take(), self._session.take_annex()
         if isinstance(predicted, int):
-            await self._answers.send(Reply.predicted_token(predicted, self._stats.take()))
-        elif predicted is not None:
-            window = message.state.seq_id
-            await self._answers.send(Reply.of_predicted_tokens(predicted, window, self._stats.take()))
-        elif message.kind is MessageKind.DECODE_REPLAY_EMBD:
-            await self._owe(Reply.ack(self._stats.take()))
+            reply = Reply.predicted_token(predicted, stats)
+        else:
+            reply = Reply.of_predicted_tokens(predicted, message.state.seq_id, stats)
+        await self._answers.send(reply, annex)
 
     async def _forward(
         self, downstream: Downstream, frame: Message, place: PendingReply | None, times: Times | None = None
@@ -291,9 +284,13 @@ class Execution:
     async def _configure(self, message: Message) -> None:
         context = self._context
         session = await self._ensure_session()
+        settings = parse_metadata(message.chat_sampling_metadata)
         if context.info.is_last:
-            await session.configure(message.sampling, message.chat_sampling_metadata)
+            await session.configure(message.sampling, settings)
             await self._answers.open(message)
+        # Predictions come from below, and leave upstream from the two ends of a chain alone.
+        channels = [self.downstream or self._answers, *([] if context.stage_index else [self._replies])]
+        settings.check_annexed(context.stage_index, channels)
         if self.downstream is None:
             await self._owe(Reply.ack(self._stats.take()))
             return

@@ -15,12 +15,12 @@ from skippy.engine import EngineError
 from skippy.protocol import ANNEX_EXTENSION, Lane as LaneMachine, Message, ProtocolError
 from skippy.telemetry import names
 
-from .answers import ReplySink
 from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext, log
 from .dialing import dial_admitted
 from .downstream import Downstream
 from .errors import LaneLost, RequestFailed, StageError
 from .execution import Execution
+from .interfaces import ReplySink
 from .links import LinkClosed
 
 _ENDS = (ProtocolError, LinkClosed, StageError)
@@ -72,7 +72,7 @@ class Lane:
                     await self._ended.wait()
                 self.fail(self._loss or LaneLost("the lane is closed"))
                 self._drop_session()
-                with trio.move_on_after(LAST_WORDS_SECS, shield=True):
+                with trio.move_on_after(LAST_WORDS_SECS):
                     await self._execution.tell_why()
                 nursery.cancel_scope.cancel()
         finally:
@@ -158,6 +158,9 @@ class Lane:
         if self._failure is not None:
             return
         self._failure = failure
+        if self._nursery is not None and isinstance(failure, RequestFailed):
+            # Whoever serves the lane gives up with it; the last words still need the return stream's writer.
+            self._nursery.cancel_scope.shield = True
         self.machine.fail()
         self.machine.retire()
         self._ended.set()

@@ -14,6 +14,7 @@ from skippy.protocol import (
     PredictionReturn,
     RemoteProtocolError,
     Reply,
+    ReplyAnnex,
     VerifyPipeline,
 )
 
@@ -116,12 +117,12 @@ class Predictions:
         self._scope = scope
         self._opened.set()
 
-    def deliver_prediction(self, reply: Reply) -> None:
+    def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         assert self._stream is not None
         if self._stream.receive(reply) is MessageKind.VERIFY_WINDOW:
             self._windows.resolve(reply.window_id, len(reply.predicted_tokens))
         self._moved = trio.current_time()
-        self._places.popleft().set(reply)
+        self._places.popleft().set(reply, annex)
 
     def fail_return(self, failure: StageError) -> None:
         self._on_lost(failure)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import trio
 
-from skippy.protocol import Reply
+from skippy.protocol import Reply, ReplyAnnex
 
 from .errors import StageError
 
@@ -20,11 +20,20 @@ class PendingReply:
 
     Args:
         complete: what is done with the reply as it comes.
+
+    Attributes:
+        annex: what comes with the reply, once it is there.
     """
 
-    __slots__ = ("_complete", "_event", "_failure", "_reply")
+    __slots__ = ("_complete", "_event", "_failure", "_reply", "annex")
 
-    def __init__(self, reply: Reply | None = None, complete: Callable[[Reply], Reply] | None = None) -> None:
+    def __init__(
+        self,
+        reply: Reply | None = None,
+        complete: Callable[[Reply], Reply] | None = None,
+        annex: ReplyAnnex | None = None,
+    ) -> None:
+        self.annex = annex
         self._complete = complete
         self._event = trio.Event()
         self._reply = reply
@@ -32,7 +41,8 @@ class PendingReply:
         if reply is not None:
             self._event.set()
 
-    def set(self, reply: Reply) -> None:
+    def set(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
+        self.annex = annex
         self._reply = reply if self._complete is None else self._complete(reply)
         self._event.set()
 

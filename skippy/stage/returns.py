@@ -17,9 +17,11 @@ from skippy.protocol import (
     MessageKind,
     RemoteProtocolError,
     Reply,
+    ReplyAnnex,
     ReplyDecoder,
     check_return_open,
     default_state,
+    encode_annexed_reply,
     encode_message,
     encode_reply,
 )
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 class ReturnTarget(Protocol):
     """A lane of stage 0 that waits for predictions."""
 
-    def deliver_prediction(self, reply: Reply) -> None:
+    def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None) -> None:
         """Take the next owed prediction; raises RemoteProtocolError when none is owed."""
 
     def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
@@ -77,14 +79,15 @@ class ReturnHub:
             raise RemoteProtocolError(
                 f"{link.peer} opened a return stream for request {opening.request_id}, which waits for none"
             )
-        replies = AnnexedReplyDecoder() if annexed else ReplyDecoder()
+        annexes = AnnexedReplyDecoder() if annexed else None
+        replies = annexes or ReplyDecoder()
         replies.receive_data(decoder.take_trailing_data())
         with trio.CancelScope() as scope:
             target.bind_return(opening, scope)
             try:
                 while (reply := await receive_reply(link, replies)) is not None:
-                    target.deliver_prediction(reply)
-                why = replies.failure if isinstance(replies, AnnexedReplyDecoder) else None
+                    target.deliver_prediction(reply, None if annexes is None else annexes.annex)
+                why = None if annexes is None else annexes.failure
                 closed = LaneLost(f"{link.peer} closed the prediction return stream")
                 target.fail_return(closed if why is None else failure_of(why))
             except (LinkClosed, RemoteProtocolError) as exc:
@@ -113,9 +116,9 @@ class ReturnStream:
         message = Message(kind, default_state(kind), request_id=request_id, session_id=session_id)
         await self._link.send(encode_message(message))
 
-    async def send(self, reply: Reply) -> None:
-        """Queue a reply; waits for room."""
-        data = encode_reply(reply)
+    async def send(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
+        """Queue a reply, with an annex only where that was agreed; waits for room."""
+        data = encode_reply(reply) if annex is None else encode_annexed_reply(reply, annex)
         await self._writer.wait_room()
         self._writer.put([data])
 

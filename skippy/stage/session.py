@@ -11,6 +11,8 @@ from skippy.protocol import (
     Action,
     Message,
     MessageKind,
+    PositionLogProbabilities,
+    ReplyAnnex,
     SamplingConfig,
     Session,
     Verb,
@@ -22,6 +24,8 @@ from skippy.protocol import (
 from .errors import RequestFailed, SettingsRefused
 from .runtime import Started
 from .scheduler import Scheduler
+from .scoring import score
+from .settings import GenerationSettings, parse_metadata
 
 Predicted = int | Sequence[int] | None
 """The token that an engine call predicts, for a verify window one for each of its rows, or nothing."""
@@ -34,6 +38,8 @@ class _Native:
 
     history: list[int] = attrs.field(factory=list)
     sampler: Sampler | None = None
+    top_logprobs: int | None = None
+    scores: list[PositionLogProbabilities] = attrs.field(factory=list)
 
     def replace_sampler(self, sampler: Sampler | None) -> None:
         if self.sampler is not None:
@@ -51,7 +57,11 @@ class _Native:
     def sample(self, engine: StageEngine, row: int, step: int) -> int:
         """What follows the last accepted token, from a row of the engine's logits."""
         assert self.sampler is not None
-        return self.sampler.sample(engine.logits(row), step)
+        logits = engine.logits(row)
+        token = self.sampler.sample(logits, step)
+        if self.top_logprobs is not None:
+            self.scores.append(score(logits, token, self.top_logprobs))
+        return token
 
     def sample_each(self, engine: StageEngine, tokens: Sequence[int], step: int) -> list[int]:
         """What follows each of the rows that were run, drawn as decoding them one by one would."""
@@ -75,7 +85,10 @@ class StageSession:
         self._is_last = scheduler.info.is_last
         self._machine = Session(windows)
         self._native = _Native()
-        self._settings: tuple[SamplingConfig | None, str | None] | None = None
+        self._sampling: SamplingConfig | None = None
+        self._configured = False
+        self.scores = False
+        """Whether log-probabilities come with what is predicted: see :meth:`take_annex`."""
         self._closed = False
 
     @classmethod
@@ -102,13 +115,15 @@ class StageSession:
         """As :meth:`Session.skip`, for a stale message that brings no rows."""
         self._machine.skip(message)
 
-    async def configure(self, sampling: SamplingConfig | None, chat_metadata: str | None) -> None:
-        """Set the sampler (last stage only). Raises RequestFailed for a setting the engine refuses."""
-        self._settings = (sampling, chat_metadata)
+    async def configure(self, sampling: SamplingConfig | None, settings: GenerationSettings) -> None:
+        """Set the sampler (last stage only). Raises SettingsRefused for a setting the engine refuses."""
+        self._sampling, self._configured = sampling, True
+        self.scores = settings.top_logprobs is not None
         native = self._native
 
         def call(engine: StageEngine) -> None:
-            native.replace_sampler(engine.new_sampler(sampling, chat_metadata))
+            native.replace_sampler(engine.new_sampler(sampling))
+            native.top_logprobs = settings.top_logprobs
 
         try:
             await self._scheduler.run(call)
@@ -120,7 +135,7 @@ class StageSession:
         return (
             self._is_last
             and requires_predicted_reply(message.kind)
-            and (self._settings is None or (message.sampling is not None and self._settings[0] is None))
+            and (not self._configured or (message.sampling is not None and self._sampling is None))
         )
 
     async def prepare(self, message: Message, output: memoryview | None) -> EngineCall | None:
@@ -138,7 +153,10 @@ class StageSession:
         if action.verb is Verb.STALE:
             return None
         if self.wants_settings(message):
-            await self.configure(message.sampling, message.chat_sampling_metadata)
+            settings = parse_metadata(message.chat_sampling_metadata)
+            if settings.top_logprobs is not None:
+                raise SettingsRefused("top_logprobs is asked for with ConfigureGeneration alone")
+            await self.configure(message.sampling, settings)
         return self._engine_call(message, action, output)
 
     def prepare_now(self, message: Message, output: memoryview | None) -> EngineCall:
@@ -192,6 +210,13 @@ class StageSession:
         """Start a call around what :meth:`prepare_now` gave, as :meth:`Runtime.start`."""
         return self._scheduler.start(call, settle)
 
+    def take_annex(self) -> ReplyAnnex | None:
+        """What goes with the prediction of the call that ran last; once."""
+        if not self._native.scores:
+            return None
+        scores, self._native.scores = self._native.scores, []
+        return ReplyAnnex(log_probabilities=tuple(scores))
+
     async def trim(self, message: Message) -> None:
         """Shorten the session as a TrimSession asks (no effect where it is shorter already)."""
         before = self._machine.length
@@ -207,9 +232,9 @@ class StageSession:
         engine.trim(self._sequence, length)
         native = self._native
         del native.history[length:]
-        if native.sampler is not None and self._settings is not None:
+        if native.sampler is not None:
             # A native sampler cannot forget tokens, so it is made again over what is left.
-            native.replace_sampler(engine.new_sampler(*self._settings))
+            native.replace_sampler(engine.new_sampler(self._sampling))
 
     def close(self) -> None:
         """Give the sequence back and free the sampler, in the engine's own order. Safe to call twice."""

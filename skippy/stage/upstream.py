@@ -17,6 +17,7 @@ from skippy.protocol import (
     MessageKind,
     ProtocolError,
     RemoteProtocolError,
+    encode_annexed_reply,
     encode_reply,
     estimated_wire_bytes,
 )
@@ -297,8 +298,9 @@ class _ReplyChannel:
 async def _write_replies(context: StageContext, link: Link, replies: _ReplyChannel) -> None:
     """The only task that sends on an upstream link once it is ready."""
     while True:
-        reply = await (await replies.get()).wait()
-        data = encode_reply(reply)
+        place = await replies.get()
+        reply = await place.wait()
+        data = encode_reply(reply) if place.annex is None else encode_annexed_reply(reply, place.annex)
         with context.telemetry.span(
             names.STAGE_BINARY_UPSTREAM_REPLY_WRITE,
             reply_kind=reply.kind.name,

@@ -30,7 +30,7 @@ from skippy.protocol import (
 from skippy.stage import SettingsRefused, open_stage
 from skippy.stage.dialing import dial_admitted, dial_stage
 from skippy.stage.framing import receive_message, receive_reply
-from skippy.stage.links import TcpTransport
+from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.stage.reasons import encode_reason
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_failures import read_to_end
@@ -125,9 +125,12 @@ async def test_the_last_stage_tells_stage_zero_itself() -> None:
 
 
 @pytest.mark.parametrize("annexed", [True, False])
-async def test_a_failed_request_of_the_last_stage_is_told_on_its_return_stream(annexed: bool) -> None:
+@pytest.mark.parametrize("transport", [TcpTransport(), MemoryTransport()], ids=["tcp", "memory"])
+async def test_a_failed_request_of_the_last_stage_is_told_on_its_return_stream(
+    annexed: bool, transport: Transport
+) -> None:
     """What the return stream brings, as whoever plays stage 0 sees it."""
-    ranges, transport = [(0, 3), (3, 6)], TcpTransport()
+    ranges = [(0, 3), (3, 6)]
     with trio.fail_after(20):
         listener = await transport.listen(Endpoint("127.0.0.1", 0))
         config = toy_config(1, ranges, [str(listener.endpoint), ""])

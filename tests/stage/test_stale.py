@@ -10,7 +10,15 @@ import pytest
 import trio
 
 from skippy.config import StageOptions
-from skippy.protocol import READY_WORD, Message, MessageDecoder, MessageKind, Reply, ReplyKind
+from skippy.protocol import (
+    READY_WORD,
+    Message,
+    MessageDecoder,
+    MessageKind,
+    Reply,
+    ReplyAnnex,
+    ReplyKind,
+)
 from skippy.stage import StageError
 from skippy.stage.framing import receive_message
 from skippy.stage.links import TcpTransport
@@ -150,7 +158,7 @@ class Returned:
     replies: list[Reply] = attrs.field(factory=list)
     arrived: trio.Event = attrs.field(factory=trio.Event)
 
-    def deliver_prediction(self, reply: Reply) -> None:
+    def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None) -> None:
         self.replies.append(reply)
         self.arrived.set()
 
