@@ -99,6 +99,22 @@ def check_batch(
     return tokens
 
 
+def check_finite(segments: Sequence[Segment]) -> None:
+    """Raises ValueError for an activation with NaN or infinity.
+
+    Where sequences share one pool of cells, attention masks those of others by adding minus infinity, which a
+    NaN survives: one such row would spoil every sequence from then on, also after its own was dropped.
+    """
+    for segment in segments:
+        if segment.activation is None:
+            continue
+        if not np.isfinite(np.frombuffer(segment.activation, np.float32)).all():
+            raise ValueError(
+                f"sequence {segment.sequence}: the activation holds NaN or infinity, which a unified cache "
+                "would pass on to other sequences"
+            )
+
+
 def _check_segment(info: EngineInfo, length: int, segment: Segment) -> TokenArray | None:
     name = f"sequence {segment.sequence}"
     if segment.count < 1:

@@ -273,6 +273,32 @@ def test_state_with_forged_cells_is_refused(
     assert bits(chain.feed((0, PROMPT))) == expected
 
 
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_nan_in_one_sequence_stays_there(unified: bool, tiny_kind: Kind) -> None:
+    """Without flash attention a NaN in a shared cache would reach every other sequence."""
+    engine = tiny_kind.load(3, 6, max_sequences=2, kv_unified=unified, flash_attn="disabled")
+    rows = np.random.default_rng(1).normal(0, 1, (4, engine.info.input_width)).astype(np.float32)
+
+    def run(sequence: int, values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+        engine.decode([Segment(sequence, 0, 4, activation=values.data.cast("B"), logits=1)])
+        return engine.logits(0).tobytes()
+
+    expected = run(0, rows)
+    engine.drop(0)
+    for value in (np.nan, np.inf):
+        spoiled = rows.copy()
+        spoiled[2, 1] = value
+        if unified:
+            with pytest.raises(ValueError, match="the activation holds NaN or infinity"):
+                run(1, spoiled)
+        else:
+            run(1, spoiled)
+        assert run(0, rows) == expected
+        for sequence in (0, 1):
+            engine.drop(sequence)
+    engine.close()
+
+
 def test_load_progress(tiny_model: Path) -> None:
     info = SliceInfo.from_file(tiny_model)
     parts: list[float] = []

@@ -19,7 +19,7 @@ from skippy.engine.base import (
     StageEngine,
     Vocabulary,
 )
-from skippy.engine.checks import TokenArray, check_batch, check_copy, check_sequence, check_trim
+from skippy.engine.checks import TokenArray, check_batch, check_copy, check_finite, check_sequence, check_trim
 from skippy.engine.options import EngineOptions
 from skippy.engine.tap import Tap, create_tap
 from skippy.models import SliceInfo
@@ -111,6 +111,8 @@ class LlamaEngine(StageEngine):
     def decode(self, segments: Sequence[Segment], output: memoryview | None = None) -> None:
         self._check_usable()
         tokens = check_batch(self._info, self._lengths, segments, output)
+        if self._unified:
+            check_finite(segments)
         self._logits = []
         target = 0 if output is None else address_of(output)
         copy_logits = len(segments) > 1  # the next native decode overwrites llama.cpp's buffer
