@@ -35,6 +35,8 @@ class Answers:
     async def open(self, message: Message) -> None:
         """Dial stage 0, unless this stage is all of the chain or has dialled already.
 
+        A plain peer may end its stream whenever it has its last token, so nobody watches that one.
+
         Raises DownstreamUnavailable, LinkClosed.
         """
         context = self._context
@@ -50,15 +52,25 @@ class Answers:
             allow_plain=context.options.allow_plain_generation_8,
             retry=False,
         )
-        stream = ReturnStream(context, link, annexed=ANNEX_EXTENSION in (agreed or ()))
+        plain, annexed = agreed is None, ANNEX_EXTENSION in (agreed or ())
+        stream = ReturnStream(context, link, annexed=annexed, plain=plain)
         try:
             await stream.open(message.request_id, message.session_id)
         except BaseException:
             link.close()
             raise
         self._stream = stream
-        self._start(stream.write)
-        self._start(stream.watch, link.close)
+        if plain:
+            self._start(stream.write, link.close)
+        else:
+            self._start(stream.write)
+            self._start(stream.watch, link.close)
+
+    async def release(self) -> None:
+        """The request is over. So is its stream, towards a plain peer; others keep it for the next one."""
+        if self._stream is not None and self._stream.plain:
+            stream, self._stream = self._stream, None
+            await stream.finish()
 
     @property
     def annexed(self) -> bool:

@@ -308,6 +308,7 @@ class Execution:
             stale_frames=stale,
         )
         if self.downstream is None:
+            await self._answers.release()
             self._stopped()
             await self._owe(Reply.ack(self._stats.take()))
             return

@@ -43,6 +43,7 @@ class Predictions:
         self._stream: PredictionReturn | None = None
         self._opened = trio.Event()
         self._scope: trio.CancelScope | None = None
+        self._plain = False
         self._places: deque[PendingReply] = deque()
         self._moved = -math.inf
         """When a prediction last came, or was first owed."""
@@ -93,28 +94,38 @@ class Predictions:
             await trio.sleep_until(due)
 
     async def release(self) -> None:
-        """The request has ended with nothing owed; waits for a stream that is still to come."""
+        """The request has ended with nothing owed; waits for a stream that is still to come.
+
+        The stream stays for the next request, unless a plain peer opened it: those open one for each.
+        """
         if self._stream is not None and self._stream.bound is not None:
             await self._opened.wait()
             self._stream.release()
+            if self._plain:
+                self._end_stream()
+                self._stream, self._opened = None, trio.Event()
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        if self._scope is not None:
+            self._scope.cancel()
 
     def fail(self, failure: StageError) -> None:
         """The lane has ended, and with it its stream. Never waits."""
         for place in self._places:
             place.fail(failure)
         self._places.clear()
-        if self._stream is not None:
-            self._stream.close()
-        if self._scope is not None:
-            self._scope.cancel()
+        self._end_stream()
         self._hub.forget(self)
 
     # -- as ReturnTarget -------------------------------------------------------------------------------
 
-    def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
+    def bind_return(self, opening: Message, scope: trio.CancelScope, *, plain: bool = False) -> None:
         assert self._stream is not None
         self._stream.opened(opening)
         self._scope = scope
+        self._plain = plain
         self._opened.set()
 
     def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:

@@ -42,7 +42,7 @@ class ReturnTarget(Protocol):
     def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None) -> None:
         """Take the next owed prediction; raises RemoteProtocolError when none is owed."""
 
-    def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
+    def bind_return(self, opening: Message, scope: trio.CancelScope, *, plain: bool) -> None:
         """The lane's return stream is there; ``scope`` ends it."""
 
     def fail_return(self, failure: StageError) -> None:
@@ -67,9 +67,17 @@ class ReturnHub:
             del self._waiting[key]
 
     async def serve(
-        self, link: Link, decoder: MessageDecoder, opening: Message, *, annexed: bool = False
+        self,
+        link: Link,
+        decoder: MessageDecoder,
+        opening: Message,
+        *,
+        annexed: bool = False,
+        plain: bool = False,
     ) -> None:
         """Read replies from an accepted stream until it ends, or its lane does.
+
+        ``plain`` says that a plain generation-8 peer opened it.
 
         Raises RemoteProtocolError for an open that nobody waits for.
         """
@@ -83,7 +91,7 @@ class ReturnHub:
         replies = annexes or ReplyDecoder()
         replies.receive_data(decoder.take_trailing_data())
         with trio.CancelScope() as scope:
-            target.bind_return(opening, scope)
+            target.bind_return(opening, scope, plain=plain)
             try:
                 while (reply := await receive_reply(link, replies)) is not None:
                     target.deliver_prediction(reply, None if annexes is None else annexes.annex)
@@ -102,13 +110,27 @@ class ReturnStream:
 
     Args:
         annexed: the reply annex was agreed on this connection.
+        plain: stage 0 is a plain generation-8 peer, where a stream belongs to one request.
     """
 
-    def __init__(self, context: StageContext, link: Link, *, annexed: bool = False) -> None:
+    def __init__(
+        self, context: StageContext, link: Link, *, annexed: bool = False, plain: bool = False
+    ) -> None:
         self.annexed = annexed
+        self.plain = plain
         self._link = link
         self._writer = LinkWriter(link, context.options.max_inflight)
-        self.write = self._writer.run
+        self._scope = trio.CancelScope()
+
+    async def write(self) -> None:
+        """Send what is queued, until :meth:`finish`."""
+        with self._scope:
+            await self._writer.run()
+
+    async def finish(self) -> None:
+        """Let ``write`` return, once all that is queued has left."""
+        await self._writer.wait_flushed()
+        self._scope.cancel()
 
     async def open(self, request_id: int, session_id: int) -> None:
         """Say whose stream this is. It is the first message and gets no reply."""

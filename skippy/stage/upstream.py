@@ -144,7 +144,8 @@ async def _serve(
             _check_role(link, handshake, first)
         on_admitted()
         if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
-            await context.hub.serve(link, decoder, first, annexed=replies.annexed)
+            plain = handshake.request is None
+            await context.hub.serve(link, decoder, first, annexed=replies.annexed, plain=plain)
         elif first is not None:
             nursery.start_soon(_write_replies, context, link, replies)
             lane = lane or await open_lane()

@@ -162,7 +162,7 @@ class Returned:
         self.replies.append(reply)
         self.arrived.set()
 
-    def bind_return(self, opening: Message, scope: trio.CancelScope) -> None:
+    def bind_return(self, opening: Message, scope: trio.CancelScope, *, plain: bool) -> None:
         pass
 
     def fail_return(self, failure: StageError) -> None:
