@@ -14,6 +14,9 @@ import trio
 import trio.testing
 
 from skippy.config import StageOptions
+from skippy.frontend.driver import ChainGenerator
+from skippy.frontend.generation import ChainUnavailable
+from skippy.frontend.lanes import LanePool
 from skippy.protocol import Message, MessageKind, ReplyDecoder, ReplyKind, default_state, encode_frame
 from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import ACCEPT_SECS, FRAME_SECS, receive_reply
@@ -23,10 +26,12 @@ from skippy.stage.upstream import IDLE_SECS
 from skippy.stage.writer import LinkWriter
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_chain_over_links import REQUEST
+from tests.stage.test_lane_ends import check_serves
 from tests.support.admission import lane_request
-from tests.support.attacks import run_attacks
+from tests.support.attacks import run_attacks, vectors
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.hostile import Target, besieged
+from tests.support.scripted import scripted_peer
 
 WIDTH = 8
 
@@ -47,7 +52,7 @@ async def test_attacks_leave_no_task_sequence_or_memory() -> None:
         return answers
 
     right = unsplit_tokens(PROMPT, 8)
-    with trio.fail_after(120):
+    with trio.fail_after(240):
         async with (
             toy_cluster(3, scheme="tcp", options=options, lane_count=8) as cluster,
             generator_over(cluster, lanes=2) as generator,
@@ -65,6 +70,39 @@ async def test_attacks_leave_no_task_sequence_or_memory() -> None:
                 await trio.testing.wait_all_tasks_blocked(0.01)
             assert [stage.context.frame_budget.used for stage in cluster.stages] == [0, 0, 0]
             assert await answers_on_both_lanes() == [right, right]
+
+
+@pytest.mark.parametrize("on", ["lane", "return stream"])
+async def test_malformed_replies_cost_their_request_and_nothing_else(
+    on: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A last stage that answers with each malformed golden vector, and closes the connection."""
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        generator = ChainGenerator(peer.stage, pool, "toy", 64)
+
+        async def answer(data: bytes) -> None:
+            lane = await peer.accept()
+            if on == "lane":
+                await lane.receive(MessageKind.CONFIGURE_GENERATION)
+                target = lane.link
+            else:
+                await lane.configure()
+                assert lane.returns is not None
+                target = lane.returns
+            with contextlib.suppress(LinkClosed):
+                await target.send([data])
+            lane.link.close()
+            target.close()
+
+        for name, data in vectors("reply"):
+            nursery.start_soon(answer, data)
+            with pytest.raises(ChainUnavailable) as caught:
+                await generate(generator, REQUEST)
+            assert str(caught.value), name
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
 
 
 def frame(kind: MessageKind, position: int = 0, count: int = 0) -> Message:
