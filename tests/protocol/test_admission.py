@@ -293,9 +293,25 @@ def test_every_field_of_a_request_is_asked_for_and_typed(name: str) -> None:
         (changed(REQUEST, more=1), "admission request: unknown field 'more'"),
         (changed(REQUEST, role="both"), "'role' must be one of lane, return, not 'both'"),
         (changed(REQUEST, sender_index=-2), "'sender_index' must be -1 to 4294967295"),
-        (changed(REQUEST, target_index=2**32), "'target_index' must be 0 to 4294967295"),
+        *(
+            (changed(REQUEST, **{name: 2**32}), f"'{name}' must be [01-]* to 4294967295")
+            for name in (
+                "sender_index",
+                "target_index",
+                "layer_start",
+                "layer_end",
+                "layer_count",
+                "activation_width",
+                "context_length",
+                "batch_rows",
+            )
+        ),
         (changed(REQUEST, layer_end=0), "'layer_end' must be 1 to"),
-        (changed(REQUEST, layer_end=2**32), "'layer_end' must be 1 to 4294967295"),
+        (changed(REQUEST, layer_count=0), "'layer_count' must be 1 to"),
+        *(
+            (changed(REQUEST, **{name: -1}), f"'{name}' must be 0 to")
+            for name in ("target_index", "layer_start", "activation_width")
+        ),
         (changed(REQUEST, layer_start=True), "'layer_start' must be an integer, not a boolean"),
         (changed(REQUEST, context_length=0), "'context_length' must be 1 to"),
         (changed(REQUEST, batch_rows=0), "'batch_rows' must be 1 to"),

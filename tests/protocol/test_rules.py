@@ -166,7 +166,28 @@ big = st.integers(-(2**70), 2**70)
 def test_observations_always_travel(start: ReplyStats, a: int, b: int, c: int, d: int) -> None:
     seen = stats.observe_compute(stats.observe_edge_transport(start, a, b, c, d), a, b, c)
     assert stats.clamped(seen) is seen
+    window = stats.observe_verify_window(start, a, b, c, d)
+    assert stats.clamped(window) is window
     assert seen.prefill_edge_observation_count == min(start.prefill_edge_observation_count + 1, 2**63 - 1)
+
+
+def test_what_one_verify_window_adds() -> None:
+    fields = (
+        "compute_us", "forward_write_us", "downstream_wait_us", "total_us",
+        "stage_count", "request_count", "token_count", "max_tokens",
+    )  # fmt: skip
+
+    def windows(*values: int) -> ReplyStats:
+        return ReplyStats(**{f"verify_window_{name}": v for name, v in zip(fields, values, strict=True)})
+
+    one = stats.observe_verify_window(EMPTY_STATS, 5, 7, 11, 4)
+    assert one == windows(5, 7, 11, 23, 1, 1, 4, 4)
+    assert stats.observe_verify_window(one, 1, 2, 3, 2) == windows(6, 9, 14, 29, 2, 2, 6, 4)
+    assert stats.observe_verify_window(EMPTY_STATS, -1, -1, -1, -1) == windows(0, 0, 0, 0, 1, 1, 0, 0)
+    most = 2**63 - 1
+    assert stats.observe_verify_window(EMPTY_STATS, most, most + 1, 1, most + 1) == windows(
+        most, most, 1, most, 1, 1, most, most
+    )
 
 
 def test_emptiness() -> None:
