@@ -146,6 +146,8 @@ def test_roles(request_: AdmissionRequest, loaded: LoadedStage, field: str) -> N
     answer = admit(request_, loaded)
     assert answer.refusal is not None
     assert answer.refusal.field == field
+    if field == "role":
+        assert answer.refusal == Refusal("role", "lane", "return")
 
 
 def test_a_long_value_is_cut_in_the_reason() -> None:

@@ -115,6 +115,11 @@ def test_allocate_is_called_only_when_the_size_is_allowed() -> None:
     decoder.receive_data(header(2, 129))
     with pytest.raises(RemoteProtocolError, match="over the limit"):
         decoder.next_message()
+    decoder = MessageDecoder(1024, allocate=allocate)
+    decoder.receive_data(header(2, 0))
+    empty = decoder.next_message()
+    assert empty is not None
+    assert empty.activation == b""
     assert asked == []
     decoder = MessageDecoder(1024, max_activation_bytes=4096, allocate=allocate)
     decoder.receive_data(header(2, 1))
