@@ -24,7 +24,7 @@ from typing import Final
 import pytest
 from _pytest.runner import runtestprotocol
 from mutmut.configuration import config
-from mutmut.mutation.trampoline import set_mutant_under_test
+from mutmut.mutation import trampoline
 from mutmut.utils.format_utils import mangled_name_from_mutant_name
 
 from .mutants import FOLDER, outcome
@@ -103,7 +103,9 @@ class Judge:
             os.close(write)
             return pid, read
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        set_mutant_under_test(name)
+        trampoline.set_mutant_under_test(name)
+        # Looked up in the environment at each call of a mutated function, it takes half the time of a test.
+        trampoline.get_mutant_under_test = lambda: name
         try:
             code = 0
             for test in tests:
