@@ -24,6 +24,9 @@ from skippy.protocol.admission import admission_length, decode_answer, decode_re
 
 from .admissions import BARE, DESCRIPTOR, FIRST, LOADED, PROFILE, REQUEST, RETURN, requests
 
+OTHER_PLAN, OTHER_PACKAGE = "skippy-plan:v1:" + "00" * 32, "sha256:" + "00" * 32
+OTHER_PROFILE = attrs.evolve(PROFILE, backend_id="cuda")
+
 
 def test_a_neighbour_that_fits_gets_an_exact_echo() -> None:
     answer = admit(attrs.evolve(REQUEST, extensions=("annex", "new")), LOADED)
@@ -112,23 +115,24 @@ def test_each_field_is_compared(changes: dict[str, Any], expected: str, found: s
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("changes", "field", "expected", "found"),
     [
-        ({"plan_id": "skippy-plan:v1:" + "00" * 32}, "descriptor.plan_id"),
-        ({"package_id": "sha256:" + "00" * 32}, "descriptor.package_id"),
-        ({"layer_end": 5}, "descriptor.layer_end"),
-        ({"resident_tensor_ids": ("x",)}, "descriptor.resident_tensor_ids"),
+        ({"plan_id": OTHER_PLAN}, "plan_id", DESCRIPTOR.plan_id, OTHER_PLAN),
+        ({"package_id": OTHER_PACKAGE}, "package_id", DESCRIPTOR.package_id, OTHER_PACKAGE),
+        ({"layer_end": 5}, "layer_end", "4", "5"),
         (
-            {"profiles": (attrs.evolve(PROFILE, backend_id="cuda"),)},
-            "descriptor.profiles.default.backend_id",
+            {"resident_tensor_ids": ("x",)},
+            "resident_tensor_ids",
+            "2 entries, among them blk.2.attn_q.weight",
+            "1 entries, among them x",
         ),
+        ({"profiles": (OTHER_PROFILE,)}, "profiles.default.backend_id", "toy", "cuda"),
     ],
 )
-def test_the_descriptor_is_compared(changes: dict[str, Any], field: str) -> None:
+def test_the_descriptor_is_compared(changes: dict[str, Any], field: str, expected: str, found: str) -> None:
     request = with_descriptor(BARE, attrs.evolve(DESCRIPTOR, **changes))
     answer = admit(request, LOADED)
-    assert answer.refusal is not None
-    assert answer.refusal.field == field
+    assert answer == AdmissionAnswer(refusal=Refusal(f"descriptor.{field}", expected, found))
 
 
 @pytest.mark.parametrize(

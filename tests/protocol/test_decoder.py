@@ -100,6 +100,20 @@ def test_an_allocator_that_raises_kills_the_decoder() -> None:
             decoder.next_message()
 
 
+def test_a_sampling_block_from_before_is_not_taken_for_one_that_has_not_arrived() -> None:
+    """Both start at the same place in the buffer, where the first one still lies when the second is due."""
+    first, second = (SamplingConfig(seed=seed, samplers=(), dry_sequence_breakers=()) for seed in (1, 2))
+    decoder = MessageDecoder(0)
+    decoder.receive_data(encode_message(message(MessageKind.STOP, sampling=first))[0])
+    assert decoder.next_message().sampling.seed == 1  # type: ignore[union-attr]
+    data = encode_message(message(MessageKind.STOP, sampling=second))[0]
+    for piece in (data[:72], data[72:80]):
+        decoder.receive_data(piece)
+        assert decoder.next_message() is None
+    decoder.receive_data(data[80:])
+    assert decoder.next_message().sampling.seed == 2  # type: ignore[union-attr]
+
+
 def test_allocate_is_called_only_when_the_size_is_allowed() -> None:
     asked: list[int] = []
 

@@ -15,16 +15,20 @@ from skippy.protocol import (
     Reply,
     ReplyKind,
     ReplyStats,
+    VerifyWindowRange,
     activation_bytes,
     authoritative_position,
     carries_activation,
     check_activation,
     execution_tokens,
+    frame_flags_of,
     is_skipped,
     reply_kinds,
     requires_predicted_reply,
     stale_reply,
+    state_flags_of,
     stats,
+    verify_window,
 )
 
 from . import strategies
@@ -84,6 +88,19 @@ def test_who_carries_an_activation() -> None:
     for kind in K:
         assert carries_activation(kind, 0) == (kind not in without)
         assert not carries_activation(kind, -1)
+
+
+def test_flags_of_an_activation_in_memory_and_in_a_state_header() -> None:
+    pairs = {0: 0, 64: 1, 128: 2, 256: 4, 64 | 256: 5, 64 | 128 | 256: 7}
+    for state, in_memory in pairs.items():
+        assert frame_flags_of(state | 1 | 8 | 512) == in_memory
+        assert state_flags_of(in_memory | 8) == state
+
+
+def test_verify_windows_have_a_place_and_an_id() -> None:
+    window = verify_window(message(K.VERIFY_WINDOW, seq_id=9, pos_start=7, token_count=3))
+    assert window == VerifyWindowRange(window_id=9, base_position=7, token_count=3)
+    assert verify_window(message(K.DECODE_EMBD, seq_id=9, pos_start=7, token_count=3)) is None
 
 
 def test_activation_size_errors() -> None:
