@@ -13,8 +13,9 @@ import trio
 import trio.testing
 
 from skippy.config import ConfigError, Endpoint, StageOptions
+from skippy.engine import EngineError
 from skippy.engine.toy import ToyEngine
-from skippy.frontend.generation import ChainUnavailable, GenerationRequest
+from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest, InvalidSampling
 from skippy.protocol import SamplingConfig
 from skippy.stage import open_stage
 from skippy.stage.links import Link, Listener, MemoryTransport, StageLinks, Transport, open_links
@@ -113,6 +114,23 @@ async def test_same_tokens_for_two_clients_and_a_cut_heals(backend: Backend) -> 
                             pass
                 assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
             await wait_for_sequences(cluster)
+
+
+async def test_annexes_come_over_every_link(backend: Backend) -> None:
+    """Why a request failed, wherever it did, and log-probabilities."""
+    bad = attrs.evolve(REQUEST, sampling=SamplingConfig(flags=1, samplers=("nonsense",)))
+    with trio.fail_after(30):
+        async with chain(backend) as (cluster, _), generator_over(cluster) as generator:
+            with pytest.raises(InvalidSampling, match="nonsense"):
+                await generate(generator, bad)
+            for engine in cluster.engines:
+                async with generator.generate(attrs.evolve(REQUEST, top_logprobs=2)) as stream:
+                    await stream.__anext__()
+                    assert stream.logprobs is not None
+                    engine.fail_next = EngineError("out of luck")
+                    with pytest.raises(GenerationError, match="out of luck"):
+                        await stream.__anext__()
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "ws", "wss"])
