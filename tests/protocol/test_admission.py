@@ -343,7 +343,10 @@ REFUSED = AdmissionAnswer(refusal=Refusal("f", "e", "x"))
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (changed(ACCEPTED, accepted=False), "'refusal' does not fit field 'accepted'"),
+        (
+            changed(ACCEPTED, accepted=False),
+            "^admission answer: field 'refusal' does not fit field 'accepted'$",
+        ),
         (changed(REFUSED, accepted=True), "'refusal' does not fit field 'accepted'"),
         (changed(ACCEPTED, accepted=1), "'accepted' must be true or false"),
         (changed(ACCEPTED, descriptor=None, descriptor_sha256=None), "'descriptor_sha256' is missing"),

@@ -80,7 +80,9 @@ def test_a_view_over_floats_may_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [memoryview(bytearray(7)), memoryview(bytes(8)), memoryview(bytearray(16))[::2]], ids=str
+    "wrong",
+    [memoryview(bytearray(7)), memoryview(bytes(8)), memoryview(bytearray(16))[::2]],
+    ids=["size", "read-only", "gaps"],
 )
 def test_a_buffer_of_the_wrong_kind_is_our_own_error(wrong: memoryview) -> None:
     decoder = MessageDecoder(2, allocate=lambda size: wrong)
@@ -112,6 +114,36 @@ def test_a_sampling_block_from_before_is_not_taken_for_one_that_has_not_arrived(
         assert decoder.next_message() is None
     decoder.receive_data(data[80:])
     assert decoder.next_message().sampling.seed == 2  # type: ignore[union-attr]
+
+
+def test_a_sampling_block_that_comes_again_is_the_same_value() -> None:
+    sent = [
+        message(
+            MessageKind.PREFILL_EMBD,
+            token_count=2,
+            tokens=(5, token),
+            sampling=SamplingConfig(seed=seed),
+            chat_sampling_metadata="{}",
+        )
+        for token, seed in ((6, 1), (7, 1), (8, 2), (9, 1))
+    ]
+    decoder = MessageDecoder(0)
+    decoder.receive_data(b"".join(encode_message(one)[0] for one in sent))
+    got = [decoder.next_message() for _ in sent]
+    assert [one.tokens for one in got] == [(5, 6), (5, 7), (5, 8), (5, 9)]  # type: ignore[union-attr]
+    blocks = [one.sampling for one in got]  # type: ignore[union-attr]
+    assert [block.seed for block in blocks] == [1, 1, 2, 1]  # type: ignore[union-attr]
+    assert blocks[0] is blocks[1]
+
+
+def test_nothing_is_received_into_a_buffer_that_was_not_asked_for() -> None:
+    decoder = ReplyDecoder()
+    with pytest.raises(LocalProtocolError, match="^1 bytes were not received into get_buffer"):
+        decoder.buffer_updated(1)
+    decoder.get_buffer()[0] = 3
+    decoder.buffer_updated(1)
+    with pytest.raises(LocalProtocolError, match="were not received into"):
+        decoder.buffer_updated(1)
 
 
 def test_allocate_is_called_only_when_the_size_is_allowed() -> None:

@@ -25,6 +25,7 @@ from skippy.protocol import (
     encode_reply,
     estimated_wire_bytes,
 )
+from skippy.protocol.codec_sampling import encode_sampling
 from skippy.protocol.rules import DATA_KINDS
 
 from .strategies import message, messages
@@ -165,6 +166,7 @@ def test_many_sampling_blocks_in_turn() -> None:
             data = encode_message(message(K.DECODE_EMBD, sampling=config))[0]
             assert int.from_bytes(data[76:80], "little") == config.seed
             assert expected.setdefault(config.seed, data) == data
+    assert encode_sampling(configs[-1]) is encode_sampling(configs[-1])
 
 
 @given(messages().filter(lambda sent: sent.kind in DATA_KINDS), st.integers(0, 70))

@@ -15,6 +15,7 @@ from skippy.protocol import (
     Reply,
     ReplyKind,
     ReplyStats,
+    RequestEpoch,
     VerifyWindowRange,
     activation_bytes,
     authoritative_position,
@@ -97,6 +98,22 @@ def test_flags_of_an_activation_in_memory_and_in_a_state_header() -> None:
         assert state_flags_of(in_memory | 8) == state
 
 
+def test_what_an_epoch_is_and_which_is_older() -> None:
+    epoch = RequestEpoch.of(
+        message(
+            K.DECODE_EMBD, request_id=1, session_id=2, checkpoint_generation=3, prompt_token_count=4,
+            decode_step=5,
+        )
+    )  # fmt: skip
+    assert attrs.astuple(epoch) == (1, 2, 3, 4, 5)
+    assert not epoch.is_stale_for(epoch)
+    for newer in ({"checkpoint_generation": 4}, {"prompt_token_count": 5}, {"decode_step": 6}):
+        assert epoch.is_stale_for(attrs.evolve(epoch, **newer))
+        assert not attrs.evolve(epoch, **newer).is_stale_for(epoch)
+    for other in ({"request_id": 9}, {"session_id": 9}):
+        assert not epoch.is_stale_for(attrs.evolve(epoch, decode_step=6, **other))
+
+
 def test_verify_windows_have_a_place_and_an_id() -> None:
     window = verify_window(message(K.VERIFY_WINDOW, seq_id=9, pos_start=7, token_count=3))
     assert window == VerifyWindowRange(window_id=9, base_position=7, token_count=3)
@@ -104,8 +121,11 @@ def test_verify_windows_have_a_place_and_an_id() -> None:
 
 
 def test_activation_size_errors() -> None:
-    with pytest.raises(LocalProtocolError, match="negative"):
-        activation_bytes(-1, 4, 0)
+    for count, width in ((-1, 4), (4, -1)):
+        with pytest.raises(LocalProtocolError, match="negative") as negative:
+            activation_bytes(count, width, 0)
+        assert negative.value.kind is ErrorKind.INVALID_DATA
+    assert activation_bytes(0, 4, 0) == activation_bytes(4, 0, 0) == 0
     with pytest.raises(RemoteProtocolError, match="64 bits") as caught:
         activation_bytes(2**31 - 1, 2**31 - 1, 64, RemoteProtocolError)
     assert caught.value.kind is ErrorKind.INVALID_DATA
