@@ -45,13 +45,12 @@ class Machine(Generic[S, E]):
     def state(self) -> S:
         return self._state
 
-    def _check(self, event: E, error: type[ProtocolError]) -> S:
+    def _check(self, event: E, error: type[LocalProtocolError | RemoteProtocolError]) -> S:
         """The state that ``event`` leads to; raises ``error`` when the table has no such pair."""
         try:
             return self._table[self._state][event]
         except KeyError:
-            kind = ErrorKind.INVALID_INPUT if error is LocalProtocolError else ErrorKind.INVALID_DATA
-            raise error(f"{self._name} is {self._state.value}: {event.value} does not fit", kind) from None
+            raise error(f"{self._name} is {self._state.value}: {event.value} does not fit") from None
 
     def _local(self, event: E) -> None:
         self._state = self._check(event, LocalProtocolError)

@@ -44,6 +44,9 @@ def test_a_neighbour_that_fits_gets_an_exact_echo() -> None:
         (REQUEST, LOADED),
         (attrs.evolve(BARE, descriptor_sha256=DESCRIPTOR.digest), LOADED),
         (RETURN, FIRST),
+        (attrs.evolve(RETURN, sender_index=1), FIRST),
+        (RETURN, attrs.evolve(FIRST, input_width=576)),  # only a lane carries activations
+        (attrs.evolve(BARE, extensions=tuple(f"{i:02}" for i in range(32))), LOADED),
         (attrs.evolve(BARE, batch_rows=1), LOADED),
         # What a dialer cannot know is not compared.
         (
@@ -67,6 +70,7 @@ def test_admitted(request_: AdmissionRequest, loaded: LoadedStage) -> None:
     assert answer.refusal is None
     check_answer(request_, answer)
     check_answer(request_, decode_answer(encode_admission(answer)[12:]))
+    assert decode_request(encode_admission(request_)[12:]) == request_
 
 
 def test_who_sends_the_digest_alone_gets_the_digest_alone() -> None:

@@ -82,9 +82,17 @@ def test_identities_are_required(name: str) -> None:
 def test_sound_ones() -> None:
     assert descriptor_fault(DESCRIPTOR) is None
     DESCRIPTOR.check()
-    sidecars = (AdmissionSidecar(1, "b"), AdmissionSidecar(1, "a", ""), AdmissionSidecar(1, "a", "x"))
+    sidecars = (AdmissionSidecar(1, "b"), AdmissionSidecar(1, "a", ""), AdmissionSidecar(1, "a", "A"))
     assert descriptor_fault(attrs.evolve(DESCRIPTOR, sidecars=sidecars)) is None
     assert descriptor_fault(attrs.evolve(DESCRIPTOR, layer_start=0, layer_end=1)) is None
+
+
+@pytest.mark.parametrize("name", ["layer_start", "layer_end"])
+def test_layers_are_32_bits(name: str) -> None:
+    for value in (-1, 2**32):
+        body = canonical_json(attrs.evolve(DESCRIPTOR, **{name: value}).to_json())
+        with pytest.raises(RemoteProtocolError, match=f"d: field '{name}' must be 0 to 4294967295$"):
+            parse_descriptor(parse_object(body, "d"))
 
 
 def test_order_is_by_bytes() -> None:

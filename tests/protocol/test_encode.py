@@ -176,6 +176,18 @@ def test_forwarding_encodes_what_the_forwarded_message_would(sent: Message, inde
     assert encode_forwarded(sent, index, activation, 3) == encode_frame(sent.forwarded(index, activation), 3)
 
 
+def test_forwarding_leaves_chat_metadata_behind_and_its_flag() -> None:
+    sent = message(K.DECODE_EMBD, token_count=1, chat_sampling_metadata="{}", flags=8 | 32 | 64)
+    header, _ = encode_forwarded(sent, 1, bytes(16), 2)
+    assert len(header) == 72
+    assert int.from_bytes(header[32:36], "little") == 64
+
+
+def test_the_size_of_a_state_import() -> None:
+    sent = message(K.STATE_IMPORT, token_count=5, raw_bytes=b"state")
+    assert estimated_wire_bytes(sent) == 72 + 5 == len(b"".join(encode_message(sent)))
+
+
 def test_forwarding_refuses_an_activation_of_another_size() -> None:
     with pytest.raises(LocalProtocolError, match="23 bytes"):
         encode_forwarded(message(MessageKind.DECODE_EMBD, token_count=2), 1, bytes(23), 3)

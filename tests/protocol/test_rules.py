@@ -208,6 +208,24 @@ def test_observations_always_travel(start: ReplyStats, a: int, b: int, c: int, d
     assert seen.prefill_edge_observation_count == min(start.prefill_edge_observation_count + 1, 2**63 - 1)
 
 
+def test_ties_keep_what_was_there_and_negative_times_count_as_nothing() -> None:
+    edge = stats.observe_edge_transport(EMPTY_STATS, 1, 10, 5, 100)
+    later = stats.observe_edge_transport(EMPTY_STATS, 2, 5, 10, 200)
+    assert stats.merge(edge, later).prefill_edge_stage_index == 1
+    assert stats.merge(later, edge).prefill_edge_stage_index == 2
+    backwards = stats.observe_edge_transport(EMPTY_STATS, 1, -5, 7, 100)
+    assert (backwards.prefill_edge_write_us_max, backwards.prefill_edge_total_us_max) == (0, 7)
+
+
+def test_a_sample_without_time_is_none() -> None:
+    """Not even one of more tokens stands against the first real one."""
+    start = ReplyStats(prefill_compute_token_count_at_slowest_rate=8)
+    seen = stats.observe_compute(start, 3, 1, 4)
+    assert seen.prefill_compute_us_at_slowest_rate == 1
+    assert seen.prefill_compute_token_count_at_slowest_rate == 4
+    assert seen.prefill_compute_stage_index == 3
+
+
 def test_what_one_verify_window_adds() -> None:
     fields = (
         "compute_us", "forward_write_us", "downstream_wait_us", "total_us",
