@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, Generic, TypeVar
 
-from .errors import ErrorKind, LocalProtocolError, ProtocolError, RemoteProtocolError
+from .errors import ErrorKind, LocalProtocolError, RemoteProtocolError
 from .kinds import MessageKind
 from .messages import Message, Reply
 from .rules import DATA_KINDS, reply_kinds, state_matches_kind
