@@ -195,12 +195,20 @@ class ChainStream:
         place = await self._pooled.handle(message)
         prediction = await place.wait()
         if prediction.predicted < 0:
-            raise LaneLost(f"the last stage answered with token {prediction.predicted}")
+            raise self._lose("the last stage predicted nothing")
         if self._request.top_logprobs is not None:
-            if place.annex is None or len(place.annex.log_probabilities) != 1:
-                raise LaneLost("the last stage did not send the log-probabilities that were asked for")
-            self._logprobs = place.annex.log_probabilities[0]
+            scores = () if place.annex is None else place.annex.log_probabilities
+            wanted = min(self._request.top_logprobs, self._vocabulary.size)
+            if [(s.chosen.token, len(s.top)) for s in scores] != [(prediction.predicted, wanted)]:
+                raise self._lose("the last stage did not send the log-probabilities that were asked for")
+            self._logprobs = scores[0]
         return prediction.predicted
+
+    def _lose(self, reason: str) -> LaneLost:
+        """End a lane whose last stage does not answer what was asked: its next answer is worth no more."""
+        lost = LaneLost(reason)
+        self._pooled.lane.fail(lost)
+        return lost
 
     async def _send(
         self, kind: MessageKind, *, pos_start: int = 0, tokens: Sequence[int] = (), **header: Any

@@ -65,7 +65,7 @@ class Execution:
         self._started: Started | None = None
         """The frame handled last, if :meth:`start_decode` took it: perhaps still with the engine."""
         self._owed: deque[PendingReply] = deque()
-        self.predictions = Predictions(context.hub, self._windows, lane.lose)
+        self.predictions = Predictions(context.hub, context.info.vocab_size, self._windows, lane.lose)
 
     def end(self, failure: StageError) -> None:
         """The lane has ended: whatever is owed fails. Never waits."""

@@ -17,6 +17,7 @@ from skippy.protocol import (
     ReplyAnnex,
     VerifyPipeline,
 )
+from skippy.protocol.kinds import LLAMA_TOKEN_NULL
 
 from .errors import LaneLost, StageError
 from .queues import PendingReply
@@ -30,14 +31,20 @@ class Predictions:
     """Places for owed predictions, filled in order. The :class:`ReturnTarget` of its lane.
 
     Args:
+        vocab_size: what the last stage predicts is below it.
         windows: the lane's verify windows, which their predictions resolve.
         on_lost: told why, when the return stream ends.
     """
 
     def __init__(
-        self, hub: ReturnHub, windows: VerifyPipeline, on_lost: Callable[[StageError], None]
+        self,
+        hub: ReturnHub,
+        vocab_size: int,
+        windows: VerifyPipeline,
+        on_lost: Callable[[StageError], None],
     ) -> None:
         self._hub = hub
+        self._vocab_size = vocab_size
         self._windows = windows
         self._on_lost = on_lost
         self._stream: PredictionReturn | None = None
@@ -65,7 +72,7 @@ class Predictions:
 
     def check_awaited(self, kind: MessageKind) -> None:
         """RemoteProtocolError when no stream was made ready for a frame that asks for a prediction."""
-        if self._stream is None:
+        if self._stream is None or self._stream.bound is None:
             raise RemoteProtocolError(f"{kind.name} before ConfigureGeneration")
 
     def keep(self, kind: MessageKind, place: PendingReply) -> None:
@@ -130,10 +137,24 @@ class Predictions:
 
     def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         assert self._stream is not None
-        if self._stream.receive(reply) is MessageKind.VERIFY_WINDOW:
+        kind = self._stream.receive(reply)
+        self._check_tokens(reply, annex)
+        if kind is MessageKind.VERIFY_WINDOW:
             self._windows.resolve(reply.window_id, len(reply.predicted_tokens))
         self._moved = trio.current_time()
         self._places.popleft().set(reply, annex)
+
+    def _check_tokens(self, reply: Reply, annex: ReplyAnnex | None) -> None:
+        """RemoteProtocolError for a token that the model does not have; -1 answers a stale frame."""
+        tokens = [reply.predicted] if reply.predicted != LLAMA_TOKEN_NULL else []
+        tokens += reply.predicted_tokens
+        if annex is not None:
+            tokens += [entry.token for position in annex.log_probabilities for entry in position.top]
+        for token in tokens:
+            if not 0 <= token < self._vocab_size:
+                raise RemoteProtocolError(
+                    f"{reply.kind.name} with token {token}; the model's are 0 to {self._vocab_size - 1}"
+                )
 
     def fail_return(self, failure: StageError) -> None:
         self._on_lost(failure)

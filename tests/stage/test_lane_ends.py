@@ -8,15 +8,33 @@ import pytest
 import trio
 import trio.testing
 
+from skippy.engine.toy_vocabulary import TOY_TOKENS
 from skippy.frontend.driver import ChainGenerator, ChainStream
 from skippy.frontend.generation import ChainUnavailable, GenerationRequest
 from skippy.frontend.lanes import REPLY_TIMEOUT_SECS, LanePool, PooledLane
-from skippy.protocol import Message, MessageKind, Reply, ReplyDecoder, default_state, encode_message
+from skippy.protocol import (
+    Message,
+    MessageKind,
+    PositionLogProbabilities,
+    RemoteProtocolError,
+    Reply,
+    ReplyAnnex,
+    ReplyDecoder,
+    ReplyKind,
+    TokenLogProbability,
+    VerifyPipeline,
+    default_state,
+    encode_annex,
+    encode_message,
+    encode_reply,
+)
 from skippy.stage import Lane, LaneLost
 from skippy.stage.context import MESSAGE_SECS
 from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, LinkClosed
+from skippy.stage.predictions import Predictions
+from skippy.stage.returns import ReturnHub
 from skippy.telemetry import NULL_TELEMETRY
 from tests.support.admission import lane_request
 from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
@@ -247,3 +265,67 @@ async def test_a_peer_that_stalls_costs_its_lane_after_a_while(
         await trio.sleep(MESSAGE_SECS + 1)
         assert scheduler.free_sequences == 4
         nursery.cancel_scope.cancel()
+
+
+TOP = (TokenLogProbability(65, -0.1), TokenLogProbability(66, -0.2))
+
+
+def scored(chosen: int, top: tuple[TokenLogProbability, ...], count: int = 1) -> bytes:
+    """A prediction of token 65, with the log-probabilities of ``count`` tokens."""
+    position = PositionLogProbabilities(TokenLogProbability(chosen, -0.1), top)
+    annex = ReplyAnnex(log_probabilities=(position,) * count)
+    return encode_annex(annex) + encode_reply(Reply.of_predicted_tokens((65,) * count))
+
+
+LIES = {
+    "no token": encode_reply(Reply.predicted_token(-1)),
+    "nothing, as for a stale frame": encode_reply(Reply(ReplyKind.PREDICTED_TOKEN, -1)),
+    "a negative token": encode_reply(Reply.predicted_token(-2)),
+    "a token that the model lacks": encode_reply(Reply.predicted_token(TOY_TOKENS)),
+    "the highest": encode_reply(Reply.predicted_token(2**31 - 1)),
+    "one in the list": encode_reply(Reply(ReplyKind.PREDICTED_TOKEN, 65, (TOY_TOKENS,))),
+    "no log-probabilities": encode_reply(Reply.predicted_token(65)),
+    "too few likeliest tokens": scored(65, TOP[:1]),
+    "too many": scored(65, TOP + TOP[:1]),
+    "those of another token": scored(66, TOP),
+    "a likeliest token that the model lacks": scored(65, (TOP[0], TokenLogProbability(TOY_TOKENS, -9.0))),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+async def test_a_prediction_that_cannot_be_true_ends_the_lane(
+    name: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Whoever sends it is not asked again on that lane, and the client hears that a stage was lost."""
+    async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
+        pool = LanePool(peer.stage, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        generator = ChainGenerator(peer.stage, pool, "toy", 64)
+        lane = await peer.accept()
+
+        async def lie() -> None:
+            await lane.configure()
+            await lane.receive(MessageKind.DECODE_EMBD)
+            assert lane.returns is not None
+            await lane.returns.send([LIES[name]])
+
+        nursery.start_soon(lie)
+        request = GenerationRequest(prompt=PROMPT[:1], max_tokens=2, top_logprobs=2)
+        with pytest.raises(ChainUnavailable):
+            async with generator.generate(request) as stream:
+                await stream.__anext__()
+        await check_serves(peer, pool)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_frame_between_two_requests_finds_no_return_stream() -> None:
+    """The lane's stream is there, but the next request has not said what it wants."""
+    predictions = Predictions(ReturnHub(), 256, VerifyPipeline(), lambda _: None)
+    kind = MessageKind.PREDICTION_RETURN_OPEN
+    predictions.await_stream(3, 4)
+    opening = Message(kind, default_state(kind), request_id=3, session_id=4)
+    predictions.bind_return(opening, trio.CancelScope())
+    predictions.check_awaited(MessageKind.DECODE_EMBD)
+    await predictions.release()
+    with pytest.raises(RemoteProtocolError, match="DECODE_EMBD before ConfigureGeneration"):
+        predictions.check_awaited(MessageKind.DECODE_EMBD)

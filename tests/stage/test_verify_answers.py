@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import trio
 
+from skippy.engine.toy_vocabulary import TOY_TOKENS
 from skippy.protocol import MessageKind, Reply, encode_reply
 from skippy.protocol.kinds import MAX_VERIFY_WINDOW_PIPELINE_DEPTH
 from tests.stage.test_chain import PROMPT
@@ -61,8 +62,18 @@ async def test_answers_come_through_in_order() -> None:
         Reply.of_predicted_tokens((), 1),
         Reply.of_predicted_tokens((70, 71, 72), 1),
         Reply.predicted_token(70),
+        Reply.of_predicted_tokens((70, -1), 1),
+        Reply.of_predicted_tokens((TOY_TOKENS,), 1),
     ],
-    ids=["of the next window", "of none", "without predictions", "with too many", "of another kind"],
+    ids=[
+        "of the next window",
+        "of none",
+        "without predictions",
+        "with too many",
+        "of another kind",
+        "with no token",
+        "with a token that the model lacks",
+    ],
 )
 async def test_a_wrong_answer_ends_the_lane(answer: Reply) -> None:
     with trio.fail_after(20):
