@@ -10,7 +10,14 @@ from typing import Any
 import attrs
 
 from skippy.engine import Vocabulary
-from skippy.protocol import Message, MessageKind, PositionLogProbabilities, StageState, default_state
+from skippy.protocol import (
+    FinishHint,
+    Message,
+    MessageKind,
+    PositionLogProbabilities,
+    StageState,
+    default_state,
+)
 from skippy.stage import GenerationSettings, LaneLost, PendingReply, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
@@ -104,6 +111,8 @@ class ChainStream:
         self._current: int | None = None
         self._finish_reason: FinishReason | None = None
         self._logprobs: PositionLogProbabilities | None = None
+        self._complete = False
+        """The last stage has said that nothing may follow."""
         self.generated = 0
         pooled.request = (self._request_id, self._session_id)
 
@@ -141,6 +150,8 @@ class ChainStream:
         if self._vocabulary.is_end_of_generation(token) and not self._ignores_eos:
             self._finish_reason = "stop"
             raise StopAsyncIteration
+        if self._complete:
+            self._finish_reason = "stop"
         self._current = token
         self.generated += 1
         return token
@@ -196,6 +207,8 @@ class ChainStream:
         prediction = await place.wait()
         if prediction.predicted < 0:
             raise self._lose("the last stage predicted nothing")
+        if place.annex is not None:
+            self._complete = place.annex.finish_hint is FinishHint.MUST_END
         if self._request.top_logprobs is not None:
             scores = () if place.annex is None else place.annex.log_probabilities
             wanted = min(self._request.top_logprobs, self._vocabulary.size)

@@ -17,9 +17,11 @@ from skippy.frontend.generation import GenerationRequest, InvalidSampling
 from skippy.protocol import (
     ANNEX_EXTENSION,
     AnnexedReplyDecoder,
+    FinishHint,
     Message,
     MessageKind,
     PositionLogProbabilities,
+    ReplyAnnex,
     SamplingConfig,
     TokenLogProbability,
     default_state,
@@ -31,6 +33,7 @@ from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, TcpTransport
 from skippy.stage.scoring import log_softmax, score
+from skippy.stage.session import StageSession
 from skippy.stage.settings import parse_metadata
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.support.admission import lane_request
@@ -229,6 +232,34 @@ async def test_a_chain_with_a_plain_peer_refuses_and_says_what(
                 with pytest.raises(InvalidSampling, match="a neighbour of stage 2 did not agree"):
                     await generate(generator, attrs.evolve(REQUEST, top_logprobs=2))
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 6)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("hint", FinishHint)
+async def test_a_last_stage_that_knows_the_end_is_believed(
+    hint: FinishHint, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No grammar says so yet, so its word is put in: after the third token nothing may follow."""
+    taken = 0
+    take_annex = StageSession.take_annex
+
+    def take_with_hint(session: StageSession) -> ReplyAnnex | None:
+        nonlocal taken
+        annex = take_annex(session)
+        taken += 1
+        return attrs.evolve(annex, finish_hint=hint) if annex is not None and taken == 3 else annex
+
+    monkeypatch.setattr(StageSession, "take_annex", take_with_hint)
+    with trio.fail_after(20):
+        async with (
+            toy_cluster(stages, transport=TcpTransport()) as cluster,
+            generator_over(cluster) as generator,
+            generator.generate(attrs.evolve(REQUEST, top_logprobs=0)) as stream,
+        ):
+            tokens = [token async for token in stream]
+            ends = hint is FinishHint.MUST_END
+            assert tokens == unsplit_tokens(PROMPT, 3 if ends else 6)
+            assert stream.finish_reason == ("stop" if ends else "length")
 
 
 def test_ties_and_impossible_tokens() -> None:
