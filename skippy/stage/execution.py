@@ -89,6 +89,10 @@ class Execution:
         for place in [*self._owed, *self.predictions.places]:
             await place.wait()
 
+    def settle(self) -> bool:
+        """Settle what :meth:`start_decode` gave the engine; False while the engine is at it. Never waits."""
+        return self._started is None or self._started.settle()
+
     async def wait_started(self) -> None:
         """Wait until the engine is done with what :meth:`start_decode` gave it."""
         if self._started is not None:
@@ -161,13 +165,12 @@ class Execution:
 
         False, and nothing has happened, where something would have to be waited for, or the frame is not of
         that kind. What it refers to is in use until the next message is carried out. See
-        :mod:`skippy.stage.express`. Raises as :meth:`carry_out`.
+        :mod:`skippy.stage.express`. Only after :meth:`settle`. Raises as :meth:`carry_out`.
         """
         session, downstream, context = self._session, self.downstream, self._context
         if (
             message.kind not in ONE_TOKEN
             or session is None
-            or not (self._started is None or self._started.settle())
             or session.is_stale(message)
             or session.wants_settings(message)
             or session.scores

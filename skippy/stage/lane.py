@@ -233,7 +233,8 @@ class Lane:
 
         False: it is not, or the lane has ended, perhaps just now; :meth:`handle` will tell.
         """
-        if self.failure is not None:
+        # What has become of the frame before may have ended the lane, which this is the first to hear of.
+        if not self._execution.settle() or self.failure is not None:
             return False
         try:
             return self._execution.start_decode(message)

@@ -12,11 +12,16 @@ import trio.testing
 
 from skippy.engine import EngineError, StageEngine
 from skippy.frontend.generation import GenerationError, GenerationRequest
-from skippy.protocol import Buffer
+from skippy.protocol import Buffer, MessageKind
+from skippy.stage import RequestFailed
 from skippy.stage.links import Link, TcpTransport
+from skippy.stage.reasons import encode_reason
+from skippy.stage.returns import ReturnStream
+from skippy.stage.runtime import RuntimeThread
 from skippy.stage.writer import LinkWriter
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.support.cluster import toy_cluster
+from tests.support.driver import driver_of
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
 
@@ -76,6 +81,40 @@ async def test_a_failure_that_nobody_waits_for_still_ends_the_lane() -> None:
                     await stream.__anext__()
             gate.set()
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+            await wait_for_sequences(cluster)
+
+
+async def test_a_failure_that_the_next_frame_brings_to_light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives before the event loop has heard of the failure, and keeps no reason from leaving."""
+    told: list[bytes] = []
+    over, all_told = threading.Event(), trio.Event()
+    tell = ReturnStream.tell
+
+    async def tell_and_record(stream: ReturnStream, reason: bytes) -> None:
+        await tell(stream, reason)
+        told.append(reason)
+        all_told.set()
+
+    monkeypatch.setattr(ReturnStream, "tell", tell_and_record)
+    with trio.fail_after(30):
+        async with (
+            toy_cluster(2, lane_count=1, transport=TcpTransport()) as cluster,
+            driver_of(cluster) as driver,
+        ):
+            await driver.start(PROMPT)
+            await driver.decode(len(PROMPT) - 1, PROMPT[-1])
+            scheduler = cluster.stages[1].context.scheduler
+            await scheduler.run(lambda _: None)  # so that the call before is over
+            runtime = scheduler._runtime
+            assert isinstance(runtime, RuntimeThread)
+            with monkeypatch.context() as patch:
+                patch.setattr(runtime, "_soon", lambda *_: over.set())
+                cluster.engines[1].fail_next = EngineError("out of luck")
+                await driver.send(MessageKind.DECODE_EMBD, len(PROMPT), [65], decode_step=1)
+                await trio.to_thread.run_sync(over.wait)
+            await driver.send(MessageKind.DECODE_EMBD, len(PROMPT) + 1, [66], decode_step=2)
+            await all_told.wait()
+            assert told == [encode_reason(driver.request_id, RequestFailed("out of luck"))]
             await wait_for_sequences(cluster)
 
 
