@@ -102,16 +102,17 @@ def check_batch(
 def check_finite(segments: Sequence[Segment]) -> None:
     """Raises ValueError for an activation with NaN or infinity.
 
-    Where sequences share one pool of cells, attention masks those of others by adding minus infinity, which a
-    NaN survives: one such row would spoil every sequence from then on, also after its own was dropped.
+    Attention masks the cells of others, and those that nobody holds any more, by adding minus infinity, which
+    a NaN survives. Dropping a sequence leaves what was in its cells, so one such row would spoil whoever has
+    them next, and in a unified cache everybody.
     """
     for segment in segments:
         if segment.activation is None:
             continue
         if not np.isfinite(np.frombuffer(segment.activation, np.float32)).all():
             raise ValueError(
-                f"sequence {segment.sequence}: the activation holds NaN or infinity, which a unified cache "
-                "would pass on to other sequences"
+                f"sequence {segment.sequence}: the activation holds NaN or infinity, which the cache would "
+                "pass on to other requests"
             )
 
 

@@ -70,8 +70,7 @@ class EngineOptions:
             has them. ``split_mode="auto"`` is llama.cpp's own default. Without ``swa_full`` sequences of
             sliding-window models cannot be trimmed.
         kv_unified: one pool of cells shared by all sequences. A sequence's numbers then depend on where
-            its cells lie, so results are not reproducible under concurrent load, and activations must be
-            finite.
+            its cells lie, so results are not reproducible under concurrent load.
         tap: how the boundary is read; ``"auto"`` takes C when it was built, else Python.
 
     Raises:

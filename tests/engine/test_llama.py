@@ -273,29 +273,35 @@ def test_state_with_forged_cells_is_refused(
     assert bits(chain.feed((0, PROMPT))) == expected
 
 
+@pytest.mark.parametrize("flash_attn", ["disabled", "auto"])
 @pytest.mark.parametrize("unified", [False, True])
-def test_a_nan_in_one_sequence_stays_there(unified: bool, tiny_kind: Kind) -> None:
-    """Without flash attention a NaN in a shared cache would reach every other sequence."""
-    engine = tiny_kind.load(3, 6, max_sequences=2, kv_unified=unified, flash_attn="disabled")
-    rows = np.random.default_rng(1).normal(0, 1, (4, engine.info.input_width)).astype(np.float32)
+def test_what_is_not_finite_stays_out_of_the_cache(unified: bool, flash_attn: str, tiny_kind: Kind) -> None:
+    """Without flash attention a NaN would reach whoever has its cells next; in a shared cache, everybody."""
+    engine = tiny_kind.load(3, 6, max_sequences=2, kv_unified=unified, flash_attn=flash_attn)
+    rows = np.random.default_rng(1).normal(0, 1, (8, engine.info.input_width)).astype(np.float32)
 
     def run(sequence: int, values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
-        engine.decode([Segment(sequence, 0, 4, activation=values.data.cast("B"), logits=1)])
+        data = values.data.cast("B")
+        engine.decode([Segment(sequence, 0, len(values), activation=data, logits=1)])
         return engine.logits(0).tobytes()
 
-    expected = run(0, rows)
+    expected = run(0, rows[:2])
     engine.drop(0)
-    for value in (np.nan, np.inf):
+    for value in (np.nan, np.inf, -np.inf):
         spoiled = rows.copy()
-        spoiled[2, 1] = value
-        if unified:
-            with pytest.raises(ValueError, match="the activation holds NaN or infinity"):
-                run(1, spoiled)
-        else:
+        spoiled[6, 1] = value
+        with pytest.raises(ValueError, match="sequence 1: the activation holds NaN or infinity"):
             run(1, spoiled)
-        assert run(0, rows) == expected
+        assert engine.length(1) == 0
         for sequence in (0, 1):
+            assert run(sequence, rows[:2]) == expected
             engine.drop(sequence)
+    for value in (3e38, -3e38, 1e19):  # strange, but nothing that lasts
+        spoiled[6:] = value
+        run(1, spoiled)
+        engine.drop(1)
+        assert run(1, rows[:2]) == expected
+        engine.drop(1)
     engine.close()
 
 

@@ -111,8 +111,7 @@ class LlamaEngine(StageEngine):
     def decode(self, segments: Sequence[Segment], output: memoryview | None = None) -> None:
         self._check_usable()
         tokens = check_batch(self._info, self._lengths, segments, output)
-        if self._unified:
-            check_finite(segments)
+        check_finite(segments)
         self._logits = []
         target = 0 if output is None else address_of(output)
         copy_logits = len(segments) > 1  # the next native decode overwrites llama.cpp's buffer
