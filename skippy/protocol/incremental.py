@@ -138,8 +138,7 @@ class Intake:
 
     def grown(self, count: int) -> Step[memoryview]:
         """``count`` bytes in memory that grows as they arrive: at most about three times what has come."""
-        size = min(count, max(_FIRST_GROWTH_BYTES, self.end - self.start))
-        data = bytearray(size)
+        data = bytearray(min(count, _FIRST_GROWTH_BYTES))
         filled = 0
         while True:
             yield from self.into(memoryview(data)[filled:])

@@ -222,6 +222,8 @@ def test_fields_are_taken_by_name_and_type() -> None:
         "x", 3, True, ("x",),
     )  # fmt: skip
     taken.object("o").end()
+    assert taken.integer_or_absent("none", 0, 9) is None
+    assert fields().integer_or_absent("n", 3, 3) == 3
     assert taken.text_or_null("z") is None
     with pytest.raises(RemoteProtocolError, match="it: unknown field 'f'"):
         taken.end()
@@ -232,6 +234,8 @@ def test_fields_are_taken_by_name_and_type() -> None:
         "it: field 'b' must be an integer, not a boolean": lambda f: f.integer("b"),
         "it: field 'f' must be an integer, not a fraction": lambda f: f.integer("f"),
         "it: field 'n' must be 4 to 5": lambda f: f.integer("n", 4, 5),
+        "it: field 'n' must be 0 to 2": lambda f: f.integer_or_absent("n", 0, 2),
+        "it: field 'z' must be an integer, not null": lambda f: f.integer_or_absent("z", 4, 5),
         "it: field 'n' must be true or false, not an integer": lambda f: f.boolean("n"),
         "it: field 't' must be a list, not a string": lambda f: f.texts("t"),
         "it: field 'q' must be a list of strings, not an object": lambda f: f.texts("q"),
