@@ -146,6 +146,18 @@ def test_nothing_is_received_into_a_buffer_that_was_not_asked_for() -> None:
         decoder.buffer_updated(1)
 
 
+def test_memory_for_a_large_field_grows_with_what_has_come() -> None:
+    decoder = MessageDecoder(1024)
+    decoder.receive_data(header(2, 4096))
+    came = 0
+    while (got := decoder.next_message()) is None:
+        view = decoder.get_buffer()
+        assert len(view) <= max(256 * 1024, came)
+        came += len(view)
+        decoder.buffer_updated(len(view))
+    assert len(got.activation) == came == 16 * MIB
+
+
 def test_allocate_is_called_only_when_the_size_is_allowed() -> None:
     asked: list[int] = []
 
