@@ -90,7 +90,9 @@ def run_atheris(name: str, seconds: int, new: Path | None) -> None:
     target: Callable[[bytes], Any] = TARGETS[name]
     seeds = ",".join(map(str, sorted((CORPUS / name).iterdir())))
     corpus = [f"-seed_inputs={seeds}"] if new is None else [str(new), str(CORPUS / name)]
-    atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", "-rss_limit_mb=1024", *corpus], target)
+    # libFuzzer looks at the peak, and a process inherits that of the process that started it.
+    limit = f"-rss_limit_mb={int(_peak_mib()) + 1024}"
+    atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", limit, *corpus], target)
     atheris.Fuzz()
 
 

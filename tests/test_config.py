@@ -257,6 +257,20 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, value: Any) -> None
     assert "\n" not in refused
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"stage_index": "1\n2"}, r'stage_index: expected an integer, found the string "1\n2"'),
+        ({"stage\x1b[2Jid": 1}, r"stage\x1b[2Jid: unknown key"),
+        ({"bind_addr": "\u2028"}, r"\u2028"),
+    ],
+)
+def test_what_is_quoted_cannot_break_the_line(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(STAGE | values)
+    assert text in str(caught.value)
+
+
 @given(data=st.binary(max_size=64))
 def test_any_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ConfigError):
