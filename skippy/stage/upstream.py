@@ -53,11 +53,14 @@ async def serve_connection(
     """
     replies = _ReplyChannel()
     try:
-        with contextlib.closing(FrameMemory(context.frame_budget)) as memory:
-            await _serve(context, link, memory, replies, on_admitted)
-    except* (LinkClosed, ProtocolError, StageError) as group:
-        context.telemetry.emit(names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=_texts(group))
-        await _tell_why(link, replies, group)
+        try:
+            with contextlib.closing(FrameMemory(context.frame_budget)) as memory:
+                await _serve(context, link, memory, replies, on_admitted)
+        except* (LinkClosed, ProtocolError, StageError) as group:
+            context.telemetry.emit(
+                names.STAGE_BINARY_CONNECTION_ERROR, peer_addr=link.peer, error=_texts(group)
+            )
+            await _tell_why(link, replies, group)
     except* Exception as group:
         # A fault of ours: it must not take the other connections with it, and must not stay unseen.
         context.telemetry.emit(

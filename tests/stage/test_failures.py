@@ -58,6 +58,25 @@ async def test_an_engine_failure_ends_one_request_and_the_chain_goes_on(broken: 
             await wait_for_sequences(cluster)
 
 
+@pytest.mark.parametrize("broken", [1, 2])
+async def test_a_fault_in_our_last_words_stays_in_its_connection(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    with trio.fail_after(20):
+        async with toy_cluster(3) as cluster, generator_over(cluster, lanes=2) as generator:
+            with monkeypatch.context() as patch:
+                patch.setattr("skippy.stage.upstream._say_last", fail)
+                cluster.engines[broken].fail_next = EngineError("out of luck")
+                with pytest.raises(GenerationError):
+                    await generate(generator, REQUEST)
+                await wait_for_sequences(cluster)
+            assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+            await wait_for_sequences(cluster)
+
+
 async def test_a_refused_setting_is_reported_as_such_on_a_chain_of_one() -> None:
     bad = GenerationRequest(
         prompt=PROMPT, max_tokens=2, sampling=SamplingConfig(flags=1, samplers=("nonsense",))

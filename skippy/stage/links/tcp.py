@@ -85,6 +85,9 @@ class TcpLink(Link):
 
     async def _receive_drained(self, buffer: memoryview) -> int | None:
         """Wait first, then receive: as trio does after an attempt that failed. None if it fails."""
+        if self._socket.fileno() < 0:
+            # Nobody may wait for descriptor -1: trio takes the attempt down for good, also for other sockets.
+            raise trio.ClosedResourceError
         await trio.lowlevel.wait_readable(self._socket)
         try:
             return os.readv(self._socket.fileno(), [buffer])
