@@ -152,7 +152,7 @@ class Execution:
         if downstream is None or output is None:
             if times is not None:
                 self._stats.observe(message, times, sent=False)
-            await self._answer(message, predicted)
+            await self._answer(session, message, predicted)
         else:
             await self._forward(downstream, message.forwarded(context.stage_index, output), place, times)
         if place is not None:
@@ -216,14 +216,16 @@ class Execution:
             complete = functools.partial(self._stats.complete_window, message, times)
         return PendingReply(complete=complete)
 
-    async def _answer(self, message: Message, predicted: Predicted) -> None:
-        """The last stage's reply to a data message, where it owes one."""
+    async def _answer(self, session: StageSession, message: Message, predicted: Predicted) -> None:
+        """The last stage's reply to a data message, where it owes one.
+
+        The lane may have ended, and dropped ``session``, just as the engine was done.
+        """
         if predicted is None:
             if message.kind is MessageKind.DECODE_REPLAY_EMBD:
                 await self._owe(Reply.ack(self._stats.take()))
             return
-        assert self._session is not None
-        stats, annex = self._stats.take(), self._session.take_annex()
+        stats, annex = self._stats.take(), session.take_annex()
         if isinstance(predicted, int):
             reply = Reply.predicted_token(predicted, stats)
         else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import pytest
 import trio
@@ -35,8 +37,11 @@ from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, LinkClosed
 from skippy.stage.predictions import Predictions
 from skippy.stage.returns import ReturnHub
+from skippy.stage.session import EngineCall, Predicted, StageSession
 from skippy.telemetry import NULL_TELEMETRY
+from tests.stage.test_chain import unsplit_tokens
 from tests.support.admission import lane_request
+from tests.support.cluster import toy_cluster
 from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
 
 PROMPT = [256, *b"hello"]
@@ -329,3 +334,32 @@ async def test_a_frame_between_two_requests_finds_no_return_stream() -> None:
     await predictions.release()
     with pytest.raises(RemoteProtocolError, match="DECODE_EMBD before ConfigureGeneration"):
         predictions.check_awaited(MessageKind.DECODE_EMBD)
+
+
+async def test_a_lane_that_ends_as_the_engine_is_done(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was computed is of no use any more, and the reason is the lane's."""
+    end_lane: list[Callable[[], object]] = []
+    run = StageSession.run
+
+    async def run_and_end(session: StageSession, call: EngineCall) -> Predicted:
+        predicted = await run(session, call)
+        while predicted is not None and end_lane:
+            end_lane.pop()()
+        return predicted
+
+    monkeypatch.setattr(StageSession, "run", run_and_end)
+    async with toy_cluster(1, inline=True) as cluster, trio.open_nursery() as nursery:
+        pool = LanePool(cluster.first, 1, queue_limit=4)
+        nursery.start_soon(pool.serve)
+        generator = ChainGenerator(cluster.first, pool, "toy", 64)
+        request = GenerationRequest(prompt=PROMPT, max_tokens=2)
+        async with generator.generate(request) as stream:
+            lane = stream._pooled.lane
+            end_lane += [lane._execution.drop_session, functools.partial(lane.fail, LaneLost("gone"))]
+            with pytest.raises(ChainUnavailable, match="gone"):
+                await stream.__anext__()
+        async with generator.generate(request) as stream:
+            assert [token async for token in stream] == unsplit_tokens(PROMPT, 2)
+        nursery.cancel_scope.cancel()
