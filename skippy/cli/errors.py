@@ -11,8 +11,8 @@ import click
 
 from skippy.config import ConfigError
 from skippy.engine import EngineError
-from skippy.models import ModelError
-from skippy.stage import StageError
+from skippy.models import LayerRangeError, ModelError
+from skippy.stage import StageError, StageStartError
 from skippy.stage.nurseries import leaves
 from skippy.topology import PlanError
 
@@ -42,7 +42,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return explained[0] if all(explained) else None
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
-    if isinstance(error, ConfigError | PlanError):
+    if isinstance(error, ConfigError | PlanError | LayerRangeError | StageStartError):
         return str(error), USAGE
     if isinstance(error, ModelError | EngineError | StageError):
         return str(error), FAILURE

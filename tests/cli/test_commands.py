@@ -19,6 +19,7 @@ from skippy.cli.flags import read_link_token, stage_options
 from skippy.cli.main import cli
 from skippy.config import ConfigError, Endpoint, stage_config_from_json
 from skippy.models import GGUFError, GGUFHeader, LayerRangeError, SliceInfo
+from skippy.stage import StageStartError
 
 from .support import STAGE, run_cli
 
@@ -288,6 +289,10 @@ class TestExplain:
         group = ExceptionGroup("x", [ExceptionGroup("y", [ConfigError("bad key")]), CliError("gone")])
         assert explain(group) == ("bad key", 2)
         assert explain(ExceptionGroup("x", [ConfigError("bad"), ZeroDivisionError()])) is None
+
+    def test_a_configuration_that_does_not_fit_the_model_is_a_wrong_one(self) -> None:
+        assert explain(LayerRangeError("no such layer")) == ("no such layer", 2)
+        assert explain(StageStartError("no neighbour")) == ("no neighbour", 2)
 
     def test_system_errors(self) -> None:
         assert explain(OSError(errno.EACCES, os.strerror(errno.EACCES), "/x")) == ("/x: Permission denied", 1)

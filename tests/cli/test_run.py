@@ -80,6 +80,6 @@ def test_a_model_with_fewer_layers_than_the_file_says(
     path = tmp_path / "stage.json"
     path.write_text(json.dumps(STAGE | {"model_path": str(bundled_model), "layer_end": 31}))
     with running(["serve-binary", "--config", path], cache) as command:
-        assert command.wait(PATIENCE) == 1
+        assert command.wait(PATIENCE) == 2
     assert command.errors[0].startswith("error: ")
     assert "30 layers" in command.errors[0]
