@@ -242,12 +242,16 @@ class OpenAIEndpoint:
         return self._pool.ready
 
     async def wait_ready(self) -> None:
-        """Wait until the chain is ready. No deadline of its own."""
+        """Wait until the chain is ready.
+
+        Has no deadline and raises nothing of its own: what keeps the chain from being ready is logged, and in
+        :attr:`last_error`, while the lanes go on trying. Put it in ``trio.fail_after`` to give up.
+        """
         await self._pool.wait_ready()
 
     @property
     def last_error(self) -> str | None:
-        """Why the chain is not ready; None while it is, or before the first attempt has ended."""
+        """Why the chain is not ready; None while it is, or before the first attempt has come to anything."""
         return self._pool.last_error
 
 
@@ -293,6 +297,7 @@ async def open_openai(
     # HTTP ends before the lanes do, so that open streams end with a word about the shutdown.
     async with _pool_running(pool), open_hidden_nursery() as nursery:
         host, port = await nursery.start(serve)
+        _warn_if_open(Endpoint(host, port))
         telemetry.emit(
             names.STAGE_OPENAI_SERVER_START, bind_addr=f"{host}:{port}", generation_concurrency=lanes
         )
@@ -300,6 +305,15 @@ async def open_openai(
             yield OpenAIEndpoint(host, port, pool)
         finally:
             shutdown.set()
+
+
+def _warn_if_open(endpoint: Endpoint) -> None:
+    if endpoint.beyond_loopback:
+        get_logger("skippy").warning(
+            "ANYONE WHO REACHES THIS ADDRESS CAN USE THE MODEL: the OpenAI endpoint listens beyond loopback "
+            "and has no authentication; bind it to 127.0.0.1, behind a proxy that checks clients if need be",
+            endpoint=str(endpoint),
+        )
 
 
 @contextlib.asynccontextmanager

@@ -68,6 +68,39 @@ async def test_a_host_serves_a_chain_and_everything_ends_with_the_block() -> Non
             pass
 
 
+async def test_readyz_says_why_the_chain_is_not_ready() -> None:
+    transport = embed.MemoryTransport()
+    config, topology = toy_config(0, ranges_of(2), ENDPOINTS[:2]), toy_topology(ranges_of(2), ENDPOINTS[:2])
+    with trio.fail_after(30):
+        async with (
+            embed.open_stage(config, topology, engine_factory=toy_engine, transport=transport) as stage,
+            embed.open_openai(stage, any_port()) as endpoint,
+            httpx.AsyncClient() as http,
+        ):
+            while endpoint.last_error is None:
+                await trio.testing.wait_all_tasks_blocked()
+            answer = await http.get(endpoint.url.removesuffix("/v1") + "/readyz")
+            assert answer.status_code == 503
+            text = answer.json()["error"]["message"]
+            assert text.startswith("the chain is not ready: stage at 127.0.0.1:2 did not become ready: noth")
+
+
+@pytest.mark.parametrize(("host", "open_to_all"), [("127.0.0.1", False), ("0.0.0.0", True)])
+async def test_an_endpoint_open_to_a_network_says_so(
+    caplog: pytest.LogCaptureFixture, host: str, open_to_all: bool
+) -> None:
+    with trio.fail_after(30):
+        async with (
+            chain() as stages,
+            embed.open_openai(stages[0], OpenAIOptions(bind_addr=f"{host}:0")) as endpoint,
+        ):
+            await endpoint.wait_ready()
+    logs = [record.msg for record in caplog.records if "no authentication" in str(record.msg)]
+    assert [log["endpoint"] for log in logs if isinstance(log, dict)] == (
+        [f"0.0.0.0:{endpoint.port}"] if open_to_all else []
+    )
+
+
 async def test_leaving_ends_open_streams_with_an_error_frame() -> None:
     request = {"model": "toy", "prompt": "hello", "max_tokens": 400, "temperature": 0, "stream": True}
     lines: list[str] = []

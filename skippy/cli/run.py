@@ -130,7 +130,8 @@ def own_command() -> str:
 def welcome(chain: Chain) -> str:
     """What is printed when the chain serves."""
     model = chain.topology.model_id
-    url = f"http://{url_host(chain.openai.bind_endpoint)}/v1"
+    bound = chain.openai.bind_endpoint
+    url = f"http://{url_host(bound)}/v1"
     request = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     stages = "one stage" if len(chain.children) == 1 else f"{len(chain.children)} stages"
     lines = [f"skippy {__version__} serves {model} in {stages}:"]
@@ -143,9 +144,11 @@ def welcome(chain: Chain) -> str:
         )
     quoted = request.replace("'", "'\\''")
     lines += [
-        f"OpenAI endpoint: {url}",
+        f"OpenAI endpoint: {url}" + (f" (listens on {bound})" if bound.beyond_loopback else ""),
         f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{quoted}'",
         f"or: {own_command()} chat" + ("" if url == "http://127.0.0.1:9337/v1" else f" --url {url}"),
         "Ctrl-C stops everything.",
     ]
+    if bound.beyond_loopback:
+        lines.append(f"WARNING: anyone who reaches {bound} can use the model: there is no authentication.")
     return "\n".join(lines)

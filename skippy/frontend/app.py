@@ -110,9 +110,9 @@ def _add_status_routes(app: QuartTrio, service: CompletionService) -> None:
 
     @app.get("/readyz")
     async def ready() -> Response:
-        if service.ready:
-            return _json({"status": "ready"})
-        raise ApiError("the chain of stages is not ready", status=503)
+        if (why := service.unready) is not None:
+            raise ApiError(why, status=503)
+        return _json({"status": "ready"})
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -60,8 +60,8 @@ class ChainGenerator:
         return self._vocabulary
 
     @property
-    def ready(self) -> bool:
-        return self._pool.ready
+    def unready(self) -> str | None:
+        return self._pool.unready
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:

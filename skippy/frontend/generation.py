@@ -110,8 +110,8 @@ class Generator(Protocol):
     def vocabulary(self) -> Vocabulary: ...
 
     @property
-    def ready(self) -> bool:
-        """Whether every stage of the chain is connected and loaded."""
+    def unready(self) -> str | None:
+        """Why the chain cannot serve now, for clients; None while every stage is connected and loaded."""
 
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[TokenStream]:
         """Start a generation; leaving the block, on any path, ends it and frees its lane.

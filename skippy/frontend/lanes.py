@@ -101,8 +101,15 @@ class LanePool:
 
     @property
     def last_error(self) -> str | None:
-        """Why no lane is connected; None while one is."""
-        return None if self.ready else self._last_error
+        """Why no lane is connected; None while one is, or before the first attempt has come to anything."""
+        return None if self.ready else self._stage.context.downstream_watch.trouble or self._last_error
+
+    @property
+    def unready(self) -> str | None:
+        """What clients are told while no lane is connected; None while one is."""
+        if self.ready:
+            return None
+        return f"the chain is not ready: {self.last_error or 'still connecting to the next stage'}"
 
     async def wait_ready(self) -> None:
         while not self.ready:
@@ -135,10 +142,8 @@ class LanePool:
                     continue
                 with trio.move_on_after(RECONNECT_WAIT_SECS) as scope:
                     await self._changed.park()
-                if scope.cancelled_caught and not self._connected:
-                    raise ChainUnavailable(
-                        f"the chain is not ready: {self._last_error or 'still connecting to the next stage'}"
-                    )
+                if scope.cancelled_caught and (why := self.unready) is not None:
+                    raise ChainUnavailable(why)
             pooled = self._idle.popleft()
             pooled.lane.machine.lease()
             return pooled

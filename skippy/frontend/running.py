@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Outcome = Literal["running", "completed", "failed", "cancelled", "stalled"]
 
-_SHUTTING_DOWN: Final = "the server is shutting down"
+SHUTTING_DOWN: Final = "the server is shutting down"
 
 
 @attrs.frozen(slots=True)
@@ -92,7 +92,7 @@ class GenerationTask:
     def shut_down(self) -> None:
         """End the generation with an error that says why. Does not wait."""
         if self.outcome == "running":
-            self.error = ApiError(_SHUTTING_DOWN, status=503)
+            self.error = ApiError(SHUTTING_DOWN, status=503)
             self._scope.cancel()
 
     async def run(self) -> None:

@@ -17,7 +17,7 @@ from .generation import GenerationRequest, Generator
 from .options import FrontendOptions
 from .prompting import PromptBuilder, check_token_ids
 from .responses import DONE_EVENT, ChatShape, CompletionShape, ResponseShape, dump, error_event, event
-from .running import GenerationTask
+from .running import SHUTTING_DOWN, GenerationTask
 from .schemas import CommonRequest, check_model, parse_chat, parse_completion
 from .templates import TemplateRenderer
 
@@ -57,8 +57,9 @@ class CompletionService:
         self._prompts = PromptBuilder(generator.vocabulary, self.renderer, self._telemetry)
 
     @property
-    def ready(self) -> bool:
-        return self._generator.ready and not self._closing
+    def unready(self) -> str | None:
+        """Why no generation can start now, for clients; None while one can."""
+        return SHUTTING_DOWN if self._closing else self._generator.unready
 
     def shut_down(self) -> None:
         """End all generations with an error; refuse new ones. Does not wait."""
@@ -121,7 +122,7 @@ class CompletionService:
         self, request: CommonRequest, prompt: list[int], param: str, shape: ResponseShape, caller: Caller
     ) -> Response:
         if self._closing:
-            raise ApiError("the server is shutting down", status=503)
+            raise ApiError(SHUTTING_DOWN, status=503)
         task = GenerationTask(
             self._generator,
             self._generation_request(request, prompt, param),

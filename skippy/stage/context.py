@@ -12,6 +12,7 @@ from skippy.engine import EngineInfo
 from skippy.telemetry import Telemetry, get_logger
 
 from .admission import StageAdmission
+from .dialing import DialWatch
 from .errors import StageStartError
 from .links import Transport
 from .memory import FrameBudget
@@ -45,6 +46,7 @@ class StageContext:
         transport: to dial stage 0 for a return stream.
         downstream_transport: to dial the next stage; conditioned where the options say so.
         downstream: endpoint of the next stage; None on the last one.
+        downstream_watch: how dialling it goes, of all lanes together.
         return_endpoint: where the last stage finds stage 0; None on every other stage and in a chain of one.
         frame_budget: memory for received frames, shared by all connections.
         max_activation_bytes: largest activation one frame may carry into this stage.
@@ -63,6 +65,7 @@ class StageContext:
     return_endpoint: Endpoint | None
     max_activation_bytes: int
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
+    downstream_watch: DialWatch = attrs.field(factory=DialWatch)
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
 
     @property

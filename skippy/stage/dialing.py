@@ -6,9 +6,12 @@ import trio
 
 from skippy.config import Endpoint
 from skippy.protocol import AdmissionRequest, DialerHandshake, ProtocolError
+from skippy.telemetry import get_logger
 
 from .errors import DownstreamRefused, DownstreamUnavailable
 from .links import Link, LinkClosed, Transport
+
+log = get_logger("skippy.stage")
 
 ATTEMPT_SECS = 2.0
 """Longest one attempt to connect may take."""
@@ -22,6 +25,33 @@ class _Refused(Exception):
 
 class _Unanswered(Exception):
     """The stage ended the connection instead of answering the admission request."""
+
+
+class DialWatch:
+    """What goes wrong while the lanes of a stage dial the next one, told before they give up.
+
+    Attributes:
+        trouble: why there is no connection, for clients; None before the first attempt has come to anything,
+            and once a lane is connected.
+    """
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+        self._logged: str | None = None
+
+    def waits(self, endpoint: Endpoint, reason: str) -> None:
+        """There is nothing to complain about yet, such as a stage that still loads."""
+        self.trouble = f"stage at {endpoint} did not become ready: {reason}"
+
+    def failed(self, endpoint: Endpoint, reason: str) -> None:
+        """An attempt failed and another one follows. Logs a reason once, not once per lane and attempt."""
+        self.waits(endpoint, reason)
+        if reason != self._logged:
+            self._logged = reason
+            log.warning("dialling the next stage failed; trying again", endpoint=str(endpoint), reason=reason)
+
+    def succeeded(self) -> None:
+        self.trouble = self._logged = None
 
 
 async def dial_stage(
@@ -59,6 +89,7 @@ async def dial_admitted(
     request: AdmissionRequest | None = None,
     allow_plain: bool = False,
     retry: bool = True,
+    watch: DialWatch | None = None,
 ) -> tuple[Link, tuple[str, ...] | None]:
     """A connection to the stage at ``endpoint`` that has said it is ready and admitted this stage.
 
@@ -73,6 +104,7 @@ async def dial_admitted(
         request: what to ask for admission with; None ends with the ready word, as plain generation 8 does.
         allow_plain: dial again, without a request, where the peer ends the connection instead of answering
             it, as one that only knows the ready word does.
+        watch: is told how the dial goes.
 
     Raises:
         DownstreamUnavailable: the deadline passed; names the endpoint and the last reason.
@@ -81,6 +113,7 @@ async def dial_admitted(
     reason = "no answer to the connection attempt"
     pause = RETRY_PAUSE_SECS
     asked = request
+    watch = watch or DialWatch()
     with trio.move_on_after(timeout_secs) as deadline:
         while True:
             try:
@@ -90,8 +123,12 @@ async def dial_admitted(
                     "it accepted the connection and is silent: it still loads, waits for the stage after it, "
                     "asks for a link token, or speaks TLS or WebSocket"
                 )
-                return link, await _become_ready(link, token, asked)
+                watch.waits(endpoint, reason)
+                extensions = await _become_ready(link, token, asked)
+                watch.succeeded()
+                return link, extensions
             except _Refused as exc:
+                watch.waits(endpoint, str(exc))
                 raise DownstreamRefused(f"stage at {endpoint} did not become ready: {exc}") from exc
             except _Unanswered as exc:
                 reason = str(exc)
@@ -106,6 +143,7 @@ async def dial_admitted(
                 reason = f"its handshake failed: {exc}"
             if not retry:
                 break
+            watch.failed(endpoint, reason)
             asked = request
             await trio.sleep(pause)
             pause = min(pause * 2, MAX_RETRY_PAUSE_SECS)

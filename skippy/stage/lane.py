@@ -95,6 +95,7 @@ class Lane:
             timeout_secs=context.options.downstream_connect_timeout_secs,
             request=context.admission.downstream,
             allow_plain=context.options.allow_plain_generation_8,
+            watch=context.downstream_watch,
         )
         if agreed is None:
             self.meet_plain_peer()

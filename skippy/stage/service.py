@@ -127,7 +127,7 @@ async def _listen(config: StageConfig, transport: Transport, sock: socket.socket
 
 def _warn_if_open(endpoint: Endpoint, options: StageOptions) -> None:
     """Say so where anyone on a network may connect, or read along."""
-    if endpoint.ip is None or endpoint.ip.is_loopback:
+    if not endpoint.beyond_loopback:
         return
     if options.link_token is None and (endpoint.scheme not in TLS_SCHEMES or options.tls_ca is None):
         log.warning(

@@ -11,9 +11,13 @@ import pytest
 
 from skippy.cli import demo
 from skippy.cli.demo import context_size, find_model, plan_layers
+from skippy.cli.launch import Chain
+from skippy.cli.run import welcome
+from skippy.config import OpenAIOptions, StageOptions
 from skippy.engine import usable_cores
 from skippy.models import ModelSummary, SliceInfo
 from skippy.topology import PlanError
+from tests.support.cluster import toy_topology
 
 
 def summary(context: int) -> ModelSummary:
@@ -116,3 +120,13 @@ def test_a_run_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
             child.listener.close()
             if child.openai_listener is not None:
                 child.openai_listener.close()
+
+
+@pytest.mark.parametrize(("host", "open_to_all"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_the_welcome_says_who_may_connect(host: str, open_to_all: bool) -> None:
+    topology = toy_topology([(0, 6)], ["127.0.0.1:1"])
+    openai = OpenAIOptions(bind_addr=f"{host}:9337")
+    text = welcome(Chain(children=[], topology=topology, options=StageOptions(), openai=openai))
+    assert "http://127.0.0.1:9337/v1" in text
+    assert ("(listens on 0.0.0.0:9337)" in text) is open_to_all
+    assert ("anyone who reaches 0.0.0.0:9337 can use the model" in text) is open_to_all

@@ -64,7 +64,7 @@ class ScriptedGenerator:
         self.context_length = context_length
         self.vocabulary = vocabulary or ToyVocabulary()
         self.model_id = MODEL
-        self.ready = True
+        self.unready: str | None = None
         self.requests: list[GenerationRequest] = []
         self.active = 0
         self.idle = trio.Event()

@@ -36,10 +36,11 @@ async def test_models_and_health() -> None:
         for path in ("/health", "/healthz"):
             assert (await http.get(path)).json() == {"status": "ok"}
         assert (await http.get("/readyz")).status_code == 200
-        generator.ready = False
+        generator.unready = "the chain is not ready: stage two sleeps"
         answer = await http.get("/readyz")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "service_unavailable"
+        assert answer.json()["error"]["message"] == "the chain is not ready: stage two sleeps"
         assert (await http.get("/healthz")).status_code == 200
 
 

@@ -31,7 +31,7 @@ from skippy.protocol import (
 )
 from skippy.stage import DownstreamUnavailable, StageStartError, open_stage
 from skippy.stage.context import HANDSHAKE_SECS
-from skippy.stage.dialing import dial_stage
+from skippy.stage.dialing import DialWatch, dial_stage
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
@@ -112,9 +112,47 @@ async def test_requests_say_which_stage_is_missing(autojump_clock: trio.testing.
                 await pool.lease()
             await trio.sleep(6)
             assert not pool.ready
-            with pytest.raises(ChainUnavailable, match=r"127\.0\.0\.1:20001 .* within 5 s: nothing listens"):
+            with pytest.raises(ChainUnavailable, match=r"127\.0\.0\.1:20001 did not become ready: nothing"):
                 await pool.lease()
             nursery.cancel_scope.cancel()
+
+
+async def test_the_first_failure_of_a_dial_is_told_at_once(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for all lanes and attempts, and long before the dial gives up."""
+    async with toy_cluster(2, inline=True) as cluster:
+        listeners = cluster.transport._listeners  # type: ignore[attr-defined]
+        away = listeners.copy()
+        listeners.clear()
+        pool = LanePool(cluster.first, 4, queue_limit=4)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pool.serve)
+            await trio.sleep(5)
+            told = "the chain is not ready: stage at 127.0.0.1:20001 did not become ready: nothing listens"
+            assert pool.unready is not None
+            assert pool.unready.startswith(told)
+            listeners.update(away)
+            await pool.wait_ready()
+            assert pool.unready is None
+            nursery.cancel_scope.cancel()
+    [warning] = [record.msg for record in caplog.records if record.levelname == "WARNING"]
+    assert isinstance(warning, dict)
+    assert warning["endpoint"] == "127.0.0.1:20001"
+    assert warning["reason"].startswith("nothing listens")
+
+
+def test_a_reason_is_logged_again_only_when_it_is_new(caplog: pytest.LogCaptureFixture) -> None:
+    watch, endpoint = DialWatch(), Endpoint("10.0.0.9", 1)
+    for reason in ("asleep", "asleep", "away", "away"):
+        watch.waits(endpoint, "it still loads")
+        watch.failed(endpoint, reason)
+    assert watch.trouble == "stage at 10.0.0.9:1 did not become ready: away"
+    watch.succeeded()
+    assert watch.trouble is None
+    watch.failed(endpoint, "away")
+    logged = [record.msg for record in caplog.records]
+    assert [log["reason"] for log in logged if isinstance(log, dict)] == ["asleep", "away", "away"]
 
 
 async def test_dialing_names_the_endpoint_and_the_reason(autojump_clock: trio.testing.MockClock) -> None:
