@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import socket
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import attrs
 import pytest
@@ -16,8 +18,9 @@ from skippy.config import ConfigError, Endpoint, StageOptions
 from skippy.engine import EngineError
 from skippy.engine.toy import ToyEngine
 from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest, InvalidSampling
+from skippy.frontend.lanes import LanePool
 from skippy.protocol import SamplingConfig
-from skippy.stage import open_stage
+from skippy.stage import Stage, open_stage
 from skippy.stage.links import Link, Listener, MemoryTransport, StageLinks, Transport, open_links
 from skippy.stage.upstream import HANDSHAKE_SECS
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
@@ -225,6 +228,31 @@ async def test_a_stage_open_to_a_network_says_so(
     warnings = [str(record.msg) for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (said is not None)
     assert said is None or said in warnings[0]
+
+
+async def test_a_certificate_that_is_refused_is_told_at_once(
+    caplog: pytest.LogCaptureFixture, certificates: Certificates
+) -> None:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    endpoints = [f"tls://127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+    ranges = [(0, 3), (3, 6)]
+
+    def stage(index: int, cert: str) -> AbstractAsyncContextManager[Stage]:
+        files = certificates.files(cert=cert)
+        options = StageOptions(tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca)
+        config = toy_config(index, ranges, endpoints)
+        make = partial(ToyEngine, *ranges[index], 6)
+        return open_stage(config, None, options, make, listen_socket=sockets[index], inline=True)
+
+    with trio.fail_after(20):
+        async with stage(1, "stranger"), stage(0, "chain") as first, trio.open_nursery() as nursery:
+            pool = LanePool(first, 4, queue_limit=4)
+            nursery.start_soon(pool.serve)
+            while "certificate is not accepted" not in (pool.unready or ""):
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            nursery.cancel_scope.cancel()
+    said = [record.msg for record in caplog.records if "dialling the next stage failed" in str(record.msg)]
+    assert [log["endpoint"] for log in said if isinstance(log, dict)] == [endpoints[1]]
 
 
 async def test_peers_that_are_slow_inside_a_frame_cost_others_nothing() -> None:
