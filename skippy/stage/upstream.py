@@ -37,8 +37,10 @@ from .turns import take_turns
 IDLE_SECS = 600.0
 """How long a live request may bring no frame: longer than any reply of the chain may take. It holds a
 sequence, which others wait for; between requests a lane may be silent for as long as it likes."""
+IDLE_SLACK_SECS = 1.0
+"""How much earlier that may be noticed."""
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
-"""What a peer may send meanwhile."""
+"""What a peer may still send while it is told why its connection ends."""
 MAX_QUEUED_REPLIES = 64
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 """Activation bytes that received, not yet executed frames of one lane may hold."""
@@ -240,12 +242,15 @@ async def _execute(
         with context.telemetry.span(names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer) as span:
             message = await receive_message(link, decoder, memory)
             if message is not None:
-                span["message_kind"] = message.kind.name
-                span["activation_bytes"] = len(message.activation)
                 if context.telemetry.enabled(Level.DEBUG):
+                    span["message_kind"] = message.kind.name
+                    span["activation_bytes"] = len(message.activation)
                     span["message_wire_bytes"] = estimated_wire_bytes(message)
                 live = message.kind is not MessageKind.STOP
-                patience.deadline = trio.current_time() + IDLE_SECS if live else math.inf
+                due = trio.current_time() + IDLE_SECS if live else math.inf
+                # Moving a timer costs more than all else here, so not for every token.
+                if abs(due - patience.deadline) > IDLE_SLACK_SECS:
+                    patience.deadline = due
             elif live:
                 # Nobody wants the rest, and the lane may be waiting for a stalled downstream.
                 raise LinkClosed(f"{link.peer} closed the connection while a request was live")
