@@ -102,7 +102,9 @@ class LanePool:
     @property
     def last_error(self) -> str | None:
         """Why no lane is connected; None while one is, or before the first attempt has come to anything."""
-        return None if self.ready else self._stage.context.downstream_watch.trouble or self._last_error
+        watch = self._stage.context.downstream_watch
+        # A wait explains least: whatever ended the last lane says more.
+        return None if self.ready else watch.trouble or self._last_error or watch.waiting
 
     @property
     def unready(self) -> str | None:

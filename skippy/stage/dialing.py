@@ -31,27 +31,33 @@ class DialWatch:
     """What goes wrong while the lanes of a stage dial the next one, told before they give up.
 
     Attributes:
-        trouble: why there is no connection, for clients; None before the first attempt has come to anything,
-            and once a lane is connected.
+        trouble: why the last attempt failed, for clients; None before it has come to anything, while the
+            next stage is waited for, and once a lane is connected.
+        waiting: for what the next stage is waited for; None while it is not.
     """
 
     def __init__(self) -> None:
         self.trouble: str | None = None
+        self.waiting: str | None = None
         self._logged: str | None = None
 
     def waits(self, endpoint: Endpoint, reason: str) -> None:
         """There is nothing to complain about yet, such as a stage that still loads."""
-        self.trouble = f"stage at {endpoint} did not become ready: {reason}"
+        self.waiting, self.trouble = _unready(endpoint, reason), None
 
     def failed(self, endpoint: Endpoint, reason: str) -> None:
         """An attempt failed and another one follows. Logs a reason once, not once per lane and attempt."""
-        self.waits(endpoint, reason)
+        self.waiting, self.trouble = None, _unready(endpoint, reason)
         if reason != self._logged:
             self._logged = reason
             log.warning("dialling the next stage failed; trying again", endpoint=str(endpoint), reason=reason)
 
     def succeeded(self) -> None:
-        self.trouble = self._logged = None
+        self.trouble = self.waiting = self._logged = None
+
+
+def _unready(endpoint: Endpoint, reason: str) -> str:
+    return f"stage at {endpoint} did not become ready: {reason}"
 
 
 async def dial_stage(
@@ -129,7 +135,7 @@ async def dial_admitted(
                 return link, extensions
             except _Refused as exc:
                 watch.waits(endpoint, str(exc))
-                raise DownstreamRefused(f"stage at {endpoint} did not become ready: {exc}") from exc
+                raise DownstreamRefused(_unready(endpoint, str(exc))) from exc
             except _Unanswered as exc:
                 reason = str(exc)
                 if allow_plain:
