@@ -60,31 +60,6 @@ def _unready(endpoint: Endpoint, reason: str) -> str:
     return f"stage at {endpoint} did not become ready: {reason}"
 
 
-async def dial_stage(
-    transport: Transport,
-    endpoint: Endpoint,
-    *,
-    token: bytes | None,
-    source_host: str | None,
-    timeout_secs: float,
-    request: AdmissionRequest | None = None,
-    allow_plain: bool = False,
-    retry: bool = True,
-) -> Link:
-    """As :func:`dial_admitted`, for a connection on which no extension matters."""
-    link, _ = await dial_admitted(
-        transport,
-        endpoint,
-        token=token,
-        source_host=source_host,
-        timeout_secs=timeout_secs,
-        request=request,
-        allow_plain=allow_plain,
-        retry=retry,
-    )
-    return link
-
-
 async def dial_admitted(
     transport: Transport,
     endpoint: Endpoint,

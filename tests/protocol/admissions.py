@@ -5,70 +5,23 @@ from __future__ import annotations
 import attrs
 from hypothesis import strategies as st
 
+from fuzz import stages
+from fuzz.stages import DESCRIPTOR
 from skippy.protocol import (
     AdmissionProfile,
     AdmissionRequest,
     AdmissionSidecar,
     ConnectionRole,
-    LoadedStage,
     StageAdmissionDescriptor,
     with_descriptor,
 )
 
-PACKAGE = "sha256:" + "0a" * 32
-PLAN = "skippy-plan:v1:" + "0b" * 32
-
-PROFILE = AdmissionProfile(
-    profile_id="default",
-    graph_identity="llama",
-    profile_identity="p",
-    slice_identity="2-4",
-    source_snapshot_identity=PACKAGE,
-    graph_configuration_id="g",
-    backend_id="toy",
-)
-DESCRIPTOR = StageAdmissionDescriptor(
-    package_id=PACKAGE,
-    plan_id=PLAN,
-    layer_start=2,
-    layer_end=4,
-    resident_tensor_ids=("blk.2.attn_q.weight", "blk.3.attn_q.weight"),
-    profiles=(PROFILE,),
-)
-LOADED = LoadedStage(
-    stage_id="middle",
-    stage_index=1,
-    run_id="run",
-    topology_id="topology",
-    model_id="model",
-    layer_count=6,
-    input_width=576,
-    cache_type_k="f16",
-    cache_type_v="f16",
-    context_length=4096,
-    batch_rows=512,
-    descriptor=DESCRIPTOR,
-    extensions=("annex", "other"),
-)
-BARE = AdmissionRequest(
-    role=ConnectionRole.LANE,
-    sender_id="first",
-    sender_index=0,
-    target_id="middle",
-    target_index=1,
-    layer_start=2,
-    layer_end=4,
-    run_id="run",
-    topology_id="topology",
-    model_id="model",
-    layer_count=6,
-    package_id=PACKAGE,
-    activation_width=576,
-    cache_type_k="f16",
-    cache_type_v="f16",
-    context_length=4096,
-    batch_rows=512,
-)
+PACKAGE = DESCRIPTOR.package_id
+PLAN = DESCRIPTOR.plan_id
+(PROFILE,) = DESCRIPTOR.profiles
+_ALIKE = {"topology_id": "topology", "model_id": "model", "context_length": 4096, "batch_rows": 512}
+LOADED = attrs.evolve(stages.LOADED, input_width=576, extensions=("annex", "other"), **_ALIKE)
+BARE = attrs.evolve(stages.BARE_REQUEST, activation_width=576, extensions=(), **_ALIKE)
 REQUEST = with_descriptor(BARE, DESCRIPTOR)
 
 FIRST = attrs.evolve(

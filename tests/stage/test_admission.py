@@ -31,13 +31,13 @@ from skippy.protocol import (
 )
 from skippy.stage import DownstreamUnavailable, Stage, open_stage
 from skippy.stage.context import HANDSHAKE_SECS
-from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, MemoryTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config, toy_topology
+from tests.support.dialing import dial_stage
 from tests.support.scripted import ENDPOINTS, RANGES
 
 PLAIN = StageOptions(allow_plain_generation_8=True)

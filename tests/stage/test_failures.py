@@ -31,12 +31,13 @@ from skippy.protocol import (
 )
 from skippy.stage import DownstreamUnavailable, StageStartError, open_stage
 from skippy.stage.context import HANDSHAKE_SECS
-from skippy.stage.dialing import DialWatch, dial_stage
+from skippy.stage.dialing import DialWatch
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.support.admission import admit_peer, engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config
+from tests.support.dialing import dial_stage
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
 

@@ -8,10 +8,10 @@ import trio
 from skippy.config import StageOptions
 from skippy.stage import accepting
 from skippy.stage.context import HANDSHAKE_SECS
-from skippy.stage.dialing import dial_stage
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens
 from tests.stage.test_chain_over_links import REQUEST
 from tests.support.cluster import toy_cluster
+from tests.support.dialing import dial_stage
 
 
 async def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:

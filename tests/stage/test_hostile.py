@@ -18,7 +18,6 @@ from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import ChainUnavailable
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import Message, MessageKind, ReplyDecoder, ReplyKind, default_state, encode_frame
-from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import ACCEPT_SECS, FRAME_SECS, receive_reply
 from skippy.stage.links import Link, LinkClosed
 from skippy.stage.links.memory import MemoryLink
@@ -30,6 +29,7 @@ from tests.stage.test_lane_ends import check_serves
 from tests.support.admission import lane_request
 from tests.support.attacks import run_attacks, vectors
 from tests.support.cluster import Cluster, toy_cluster
+from tests.support.dialing import dial_stage
 from tests.support.hostile import Target, besieged
 from tests.support.scripted import scripted_peer
 

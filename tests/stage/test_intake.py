@@ -17,13 +17,13 @@ from skippy.frontend.generation import ChainUnavailable, GenerationRequest
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import Message, MessageKind, RemoteProtocolError, default_state, encode_message
 from skippy.stage import open_stage
-from skippy.stage.dialing import dial_stage
 from skippy.stage.intake import MAX_WINDOW_TOKENS, check_data
 from skippy.stage.links import MemoryTransport, TcpTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import lane_request
 from tests.support.cluster import toy_cluster, toy_config, toy_topology
+from tests.support.dialing import dial_stage
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=3)
 

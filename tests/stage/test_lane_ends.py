@@ -32,7 +32,6 @@ from skippy.protocol import (
 )
 from skippy.stage import Lane, LaneLost
 from skippy.stage.context import MESSAGE_SECS
-from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, LinkClosed
 from skippy.stage.predictions import Predictions
@@ -42,6 +41,7 @@ from skippy.telemetry import NULL_TELEMETRY
 from tests.stage.test_chain import unsplit_tokens
 from tests.support.admission import lane_request
 from tests.support.cluster import toy_cluster
+from tests.support.dialing import dial_stage
 from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
 
 PROMPT = [256, *b"hello"]

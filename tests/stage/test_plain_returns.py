@@ -26,11 +26,11 @@ from skippy.protocol import (
     encode_reply,
 )
 from skippy.stage import open_stage
-from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, Listener, MemoryTransport
 from tests.stage.test_failures import read_to_end
 from tests.support.cluster import toy_config
+from tests.support.dialing import dial_stage
 from tests.support.driver import dial_driver
 from tests.support.scripted import ENDPOINTS, RANGES, ScriptedPeer, scripted_peer
 

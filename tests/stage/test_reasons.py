@@ -28,7 +28,7 @@ from skippy.protocol import (
     encode_reply,
 )
 from skippy.stage import SettingsRefused, open_stage
-from skippy.stage.dialing import dial_admitted, dial_stage
+from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.stage.reasons import encode_reason
@@ -36,6 +36,7 @@ from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tok
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import admit_peer, engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config
+from tests.support.dialing import dial_stage
 from tests.support.scripted import ENDPOINTS, scripted_peer
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)

@@ -20,11 +20,11 @@ from skippy.protocol import (
     encode_frame,
 )
 from skippy.stage import Stage
-from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link
 from tests.support.admission import lane_request
 from tests.support.cluster import Cluster
+from tests.support.dialing import dial_stage
 
 
 def unmeasured(reply: Reply) -> Reply:

@@ -21,11 +21,11 @@ from skippy.protocol import (
 )
 from skippy.stage import Stage, open_stage
 from skippy.stage.admission import StageAdmission
-from skippy.stage.dialing import dial_stage
 from skippy.stage.framing import receive_message
 from skippy.stage.links import Link, Listener, MemoryTransport, Transport
 from tests.support.admission import admit_peer, engine_admission
 from tests.support.cluster import toy_config
+from tests.support.dialing import dial_stage
 
 RANGES = [(0, 3), (3, 6)]
 ENDPOINTS = ["127.0.0.1:20000", "127.0.0.1:20001"]
