@@ -36,6 +36,7 @@ from .codec import (
     encode_message,
     encode_reply,
     estimated_wire_bytes,
+    set_seq_id,
 )
 from .descriptor import AdmissionProfile, AdmissionSidecar, StageAdmissionDescriptor, descriptor_fault
 from .epochs import (
@@ -94,6 +95,7 @@ from .states import (
     WindowState,
 )
 from .verify import VerifyPipeline, VerifyWindow
+from .waves import WAVES_EXTENSION, Wave, pack_wave, unpack_wave
 
 __all__ = [
     "ANNEX_EXTENSION",
@@ -103,6 +105,7 @@ __all__ = [
     "POSITIONED_KINDS",
     "PREDICTED_KINDS",
     "READY_WORD",
+    "WAVES_EXTENSION",
     "Action",
     "AdmissionAnswer",
     "AdmissionProfile",
@@ -160,6 +163,7 @@ __all__ = [
     "VerifyPipeline",
     "VerifyWindow",
     "VerifyWindowRange",
+    "Wave",
     "WindowEvent",
     "WindowState",
     "activation_bytes",
@@ -186,12 +190,15 @@ __all__ = [
     "float_of_bits",
     "frame_flags_of",
     "is_skipped",
+    "pack_wave",
     "reply_kinds",
     "requires_predicted_reply",
+    "set_seq_id",
     "stale_reply",
     "state_flags_of",
     "state_matches_kind",
     "stats",
+    "unpack_wave",
     "verify_window",
     "with_descriptor",
 ]

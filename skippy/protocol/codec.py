@@ -10,6 +10,7 @@ from .codec_messages import (
     encode_frame,
     encode_message,
     estimated_wire_bytes,
+    set_seq_id,
 )
 from .codec_replies import ReplyDecoder, encode_reply
 
@@ -21,4 +22,5 @@ __all__ = [
     "encode_message",
     "encode_reply",
     "estimated_wire_bytes",
+    "set_seq_id",
 ]

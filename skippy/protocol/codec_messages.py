@@ -29,6 +29,7 @@ from .rules import activation_bytes, buffer_bytes, carries_activation, check_act
 _HEADER: Final = struct.Struct("<14i2Q")
 _I32: Final = struct.Struct("<i")
 _U32: Final = struct.Struct("<I")
+_SEQ_ID_OFFSET: Final = 24
 _STATE_VERSION_END: Final = 56  # the version is judged when the whole state header has been read
 _SMALL: Final = 4096  # fields up to this size are parsed inside the internal buffer
 _KINDS: Final = {int(kind): kind for kind in MessageKind}
@@ -288,11 +289,11 @@ def encode_frame(message: Message, n_embd: int) -> list[Buffer]:
 
 def encode_forwarded(
     message: Message, source_stage_index: int, activation: Buffer, n_embd: int
-) -> list[Buffer]:
+) -> tuple[bytearray, Buffer]:
     """``encode_frame(message.forwarded(source_stage_index, activation), n_embd)``, without that message.
 
     A received data message, whose header and counts were checked, is what goes in: this runs once per token
-    and stage.
+    and stage. The header is a bytearray for :func:`set_seq_id`.
 
     Raises:
         LocalProtocolError: the activation has another size than ``token_count * multiplier * n_embd * 4``.
@@ -300,17 +301,31 @@ def encode_forwarded(
     state, sampling, tokens, positions = message.state, message.sampling, message.tokens, message.positions
     check_activation(activation, message.token_count, n_embd, state.flags)
     flags = state.flags & ~(_SAMPLING | _CHAT_METADATA)
-    header = _HEADER.pack(
+    header = bytearray(_HEADER.pack(
         message.kind, message.pos_start, message.token_count, len(tokens), len(positions),
         state.version, state.seq_id, state.phase, flags if sampling is None else flags | _SAMPLING,
         state.checkpoint_generation, state.prompt_token_count, state.decode_step, state.current_token,
         source_stage_index, message.request_id, message.session_id,
-    )  # fmt: skip
+    ))  # fmt: skip
     if sampling is not None:
         header += encode_sampling(sampling)
     if tokens or positions:
         header += _encode_sideband("token", tokens) + _encode_sideband("position", positions)
-    return [header, _as_bytes_view(activation)]
+    return header, _as_bytes_view(activation)
+
+
+def set_seq_id(header: bytearray, seq_id: int) -> None:
+    """Give an encoded frame another ``state.seq_id``, in place: the same as to encode it anew with that one.
+
+    For a frame that is encoded before it is known which wave it belongs to.
+
+    Raises:
+        LocalProtocolError: it is not an i32.
+    """
+    try:
+        _I32.pack_into(header, _SEQ_ID_OFFSET, seq_id)
+    except struct.error:
+        raise LocalProtocolError(f"seq_id: {seq_id!r} does not fit its i32") from None
 
 
 def estimated_wire_bytes(message: Message) -> int:

@@ -22,6 +22,7 @@ from skippy.models import RULES_VERSION, GGUFHeader, LayerRangeError, SliceInfo,
 from skippy.models.info import is_slice, split_layer_name
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    WAVES_EXTENSION,
     AdmissionProfile,
     AdmissionRequest,
     ConnectionRole,
@@ -33,6 +34,8 @@ from skippy.protocol.strict_json import canonical_json
 
 Range = tuple[int, int]
 ENGINE_PACKAGE: Final = "llama-cpp-python"
+LANE_EXTENSIONS: Final = (WAVES_EXTENSION, ANNEX_EXTENSION)
+"""Between two stages. Stage 0 makes the waves, and return streams carry none: there, only the annex."""
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -203,7 +206,6 @@ def make_admission(
     topology: StageTopology | None,
     info: EngineInfo,
     identity: ModelIdentity,
-    extensions: tuple[str, ...] = (ANNEX_EXTENSION,),
 ) -> StageAdmission:
     """The admission of a loaded stage. Raises LocalProtocolError for a model that cannot be described."""
     own = describe(identity, config, info, (info.layer_start, info.layer_end))
@@ -222,7 +224,7 @@ def make_admission(
         context_length=info.context_length,
         batch_rows=info.max_batch,
         descriptor=own,
-        extensions=extensions,
+        extensions=(ANNEX_EXTENSION,) if info.is_first else LANE_EXTENSIONS,
     )
 
     def ask(role: ConnectionRole, index: int, start: int, width: int) -> AdmissionRequest:
@@ -249,7 +251,7 @@ def make_admission(
             cache_type_v=config.cache_type_v,
             context_length=info.context_length,
             batch_rows=info.max_batch,
-            extensions=extensions,
+            extensions=LANE_EXTENSIONS if role is ConnectionRole.LANE else (ANNEX_EXTENSION,),
         )
         descriptor = None if end is None else describe(identity, config, info, (start, end))
         return request if descriptor is None else with_descriptor(request, descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import attrs
 import trio
 
 from skippy.protocol import (
@@ -15,14 +16,17 @@ from skippy.protocol import (
     Reply,
     ReplyDecoder,
     ReplyKind,
+    Wave,
     encode_frame,
     estimated_wire_bytes,
+    pack_wave,
 )
 from skippy.telemetry import Level, names
 
 from .context import StageContext
 from .errors import LaneLost
 from .framing import receive_reply
+from .intake import ONE_TOKEN
 from .links import Link, LinkClosed
 from .reasons import failure_of
 from .statistics import microseconds
@@ -38,12 +42,20 @@ class Downstream:
     Args:
         window: the lane's credit for frames that an early ACK answers.
         annexed: the reply annex was agreed on this connection.
+        waves: decode waves were agreed on this connection.
     """
 
     def __init__(
-        self, context: StageContext, link: Link, window: CreditWindow, *, annexed: bool = False
+        self,
+        context: StageContext,
+        link: Link,
+        window: CreditWindow,
+        *,
+        annexed: bool = False,
+        waves: bool = False,
     ) -> None:
         self.annexed = annexed
+        self.waves = waves
         self._context = context
         self._link = link
         self._width = context.info.output_width
@@ -95,6 +107,17 @@ class Downstream:
         if credit and self._context.reply_credit == 0:
             await self.wait_drained()
         return written - credited, credited - started + microseconds() - written
+
+    def wave_word(self, wave: Wave | None) -> int:
+        """The ``seq_id`` of a one-token frame of this wave: 0 where the next stage knows no waves."""
+        return pack_wave(wave) if self.waves else 0
+
+    def with_wave(self, frame: Message, wave: Wave | None) -> Message:
+        """A data message with the word of its wave; those of other kinds have none and stay as they are."""
+        word = self.wave_word(wave)
+        if frame.kind not in ONE_TOKEN or word == frame.state.seq_id:
+            return frame
+        return attrs.evolve(frame, state=attrs.evolve(frame.state, seq_id=word))
 
     def close(self) -> None:
         """End the connection. Safe to call twice."""

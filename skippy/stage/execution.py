@@ -21,6 +21,7 @@ from skippy.protocol import (
     encode_forwarded,
     is_skipped,
     requires_predicted_reply,
+    set_seq_id,
     stale_reply,
 )
 from skippy.telemetry import Level, names
@@ -31,7 +32,7 @@ from .downstream import Downstream
 from .errors import RequestFailed, StageError
 from .express import Express, always, decode_span, prediction_frame, timed
 from .framing import allocate
-from .intake import ONE_TOKEN, RESTORES, check_data, check_restore
+from .intake import ONE_TOKEN, RESTORES, check_data, check_restore, wave_of
 from .interfaces import LaneTasks, ReplySink
 from .predictions import Predictions
 from .queues import PendingReply
@@ -47,12 +48,14 @@ class Execution:
     Attributes:
         downstream: the connection to the next stage, given before the first message; None on the last stage.
         plain: a neighbour on this lane is a plain generation-8 peer, which knows nothing of stale frames.
+        waves: the upstream peer agreed to decode waves; without it, the word in its frames means nothing.
         predictions: what stage 0 is owed on this lane; unused on other stages.
     """
 
     def __init__(self, context: StageContext, replies: ReplySink, lane: LaneTasks) -> None:
         self.downstream: Downstream | None = None
         self.plain = False
+        self.waves = False
         self._context = context
         self._replies = replies
         self._lane = lane
@@ -134,6 +137,7 @@ class Execution:
     async def _run_data(self, message: Message) -> None:
         context = self._context
         check_data(message, context.stage_index, context.info.max_batch)
+        wave = wave_of(message) if self.waves else None
         if message.kind is MessageKind.PREFILL_EMBD:
             await self._owe(Reply.ack())
         session = await self._ensure_session()
@@ -154,7 +158,8 @@ class Execution:
                 self._stats.observe(message, times, sent=False)
             await self._answer(session, message, predicted)
         else:
-            await self._forward(downstream, message.forwarded(context.stage_index, output), place, times)
+            frame = downstream.with_wave(message.forwarded(context.stage_index, output), wave)
+            await self._forward(downstream, frame, place, times)
         if place is not None:
             await self._replies.put(place)
         elif message.kind is MessageKind.VERIFY_WINDOW:
@@ -185,6 +190,7 @@ class Execution:
         self._machine.receive(message)
         info = context.info
         check_data(message, context.stage_index, info.max_batch)
+        wave = wave_of(message) if self.waves else None
         output: memoryview | None = None
         frame: Callable[[Predicted], Sequence[Buffer]] = prediction_frame
         if downstream is None:
@@ -194,7 +200,9 @@ class Execution:
         else:
             output = allocate(message.token_count * info.output_width * 4)
             # The header only refers to the activation, which the engine is about to compute.
-            frame = always(encode_forwarded(message, context.stage_index, output, info.output_width))
+            buffers = encode_forwarded(message, context.stage_index, output, info.output_width)
+            set_seq_id(buffers[0], downstream.wave_word(wave))
+            frame = always(buffers)
         compute = session.prepare_now(message, output)
         place = self._place_for(message, None)
         if place is not None:
@@ -263,7 +271,7 @@ class Execution:
         """Pass on a stale data message without its rows; the last stage answers that nothing ran."""
         self._check_skippable(message)
         if self.downstream is not None:
-            frame = message.skipped(self._context.stage_index)
+            frame = self.downstream.with_wave(message.skipped(self._context.stage_index), None)
             place = self._place_for(frame, None)
             await self._forward(self.downstream, frame, place)
             if place is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from skippy.protocol import POSITIONED_KINDS, Message, MessageKind, RemoteProtocolError
+from skippy.protocol import POSITIONED_KINDS, Message, MessageKind, RemoteProtocolError, Wave, unpack_wave
 
 ONE_TOKEN: Final = POSITIONED_KINDS - {MessageKind.VERIFY_WINDOW}
 """Frames of one token that are answered with the next one."""
@@ -48,6 +48,17 @@ def check_data(message: Message, stage_index: int, max_batch: int) -> None:
         )
     if message.token_count == 0:
         check_skipped(message)
+
+
+def wave_of(message: Message) -> Wave | None:
+    """The decode wave of a frame from a peer that agreed to waves; None for one that runs on its own.
+
+    Raises:
+        RemoteProtocolError: a one-token frame whose word names no wave.
+    """
+    if message.kind not in ONE_TOKEN or message.token_count == 0:
+        return None
+    return unpack_wave(message.state.seq_id)
 
 
 def check_source(message: Message, stage_index: int) -> None:

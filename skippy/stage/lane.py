@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from skippy.engine import EngineError
-from skippy.protocol import ANNEX_EXTENSION, Lane as LaneMachine, Message, ProtocolError
+from skippy.protocol import ANNEX_EXTENSION, WAVES_EXTENSION, Lane as LaneMachine, Message, ProtocolError
 from skippy.telemetry import names
 
 from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext, log
@@ -99,11 +99,22 @@ class Lane:
         )
         if agreed is None:
             self.meet_plain_peer()
-        return Downstream(context, link, self.machine.credit, annexed=ANNEX_EXTENSION in (agreed or ()))
+        extensions = agreed or ()
+        return Downstream(
+            context,
+            link,
+            self.machine.credit,
+            annexed=ANNEX_EXTENSION in extensions,
+            waves=WAVES_EXTENSION in extensions,
+        )
 
     def meet_plain_peer(self) -> None:
         """A neighbour on this lane is a plain generation-8 peer."""
         self._execution.plain = True
+
+    def meet_waves(self) -> None:
+        """The upstream peer agreed to decode waves."""
+        self._execution.waves = True
 
     def start(self, task: Callable[[], Awaitable[None]], close: Callable[[], None] = lambda: None) -> None:
         """Run a task whose end is the lane's end, and ``close`` after it. Only while the lane lives."""

@@ -10,6 +10,7 @@ import trio
 
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    WAVES_EXTENSION,
     ConnectionRole,
     ListenerHandshake,
     Message,
@@ -156,6 +157,8 @@ async def _serve(
             lane = lane or await open_lane()
             if handshake.request is None:
                 lane.meet_plain_peer()
+            if WAVES_EXTENSION in handshake.extensions:
+                lane.meet_waves()
             await _execute(context, link, lane, decoder, first, memory, replies)
         nursery.cancel_scope.cancel()
 
