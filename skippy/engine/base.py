@@ -47,6 +47,9 @@ class EngineInfo:
         can_trim: a sequence can be shortened to any length (not so for recurrent state).
         can_copy: a sequence can be copied to another id.
         can_export: sequence state can be exported and imported.
+        can_mix: segments of several rows share a native call with each other and with single rows. Where
+            they cannot (recurrent and hybrid models, windowed caches without ``swa_full``), single rows of
+            several sequences still share one, and each longer segment takes a call of its own.
         tap: how the boundary is read: ``"c"``, ``"python"`` or None (last stage, toy).
         weights_bytes, kv_bytes: resident sizes, in bytes.
     """
@@ -64,6 +67,7 @@ class EngineInfo:
     can_trim: bool = True
     can_copy: bool = True
     can_export: bool = True
+    can_mix: bool = True
     tap: str | None = None
     weights_bytes: int = 0
     kv_bytes: int = 0

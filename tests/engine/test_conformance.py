@@ -88,15 +88,6 @@ def test_several_rows_of_logits(kind: Kind, open_chain: OpenChain) -> None:
         chain.last.logits(0)
 
 
-def test_a_batch_of_sequences_equals_each_alone(kind: Kind, open_chain: OpenChain) -> None:
-    alone, together = open_chain(kind, 3), open_chain(kind, 3)
-    expected = bits(alone.feed((0, PROMPT)) + alone.feed((1, OTHER)))
-    expected += bits(alone.feed((0, [11])) + alone.feed((1, [12, 13])))
-    found = bits(together.feed((2, PROMPT), (0, OTHER)))
-    found += bits(together.feed((2, [11]), (0, [12, 13])))
-    assert found == expected
-
-
 def test_trim_and_grow_again(kind: Kind, open_chain: OpenChain) -> None:
     chain = open_chain(kind, 3)
     expected = bits(chain.run(CHUNKS, steps=3))

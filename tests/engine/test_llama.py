@@ -110,7 +110,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, code: int, at: int) -> None:
 
 
 @pytest.mark.parametrize(("code", "error"), [(-3, EngineError), (2, EngineError), (1, ContextFullError)])
-def test_a_failed_segment_undoes_the_whole_batch(
+def test_a_failed_decode_undoes_the_whole_batch(
     code: int, error: type[Exception], tiny_kind: Kind, open_chain: OpenChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain = open_chain(tiny_kind, 3)
@@ -119,7 +119,7 @@ def test_a_failed_segment_undoes_the_whole_batch(
     chain.each(lambda stage: stage.trim(0, len(PROMPT)))
     chain.each(lambda stage: stage.trim(1, 4))
     with monkeypatch.context() as patch:
-        _failing(patch, code, at=2)
+        _failing(patch, code, at=1)
         with pytest.raises(error):
             chain.feed((0, [9, 9]), (1, [9]), (2, [9]))
     assert [chain.stages[0].length(sequence) for sequence in range(3)] == [len(PROMPT), 4, 0]

@@ -1,22 +1,23 @@
-"""A ``llama_batch`` in numpy memory, filled for one segment at a time."""
+"""A ``llama_batch`` in numpy memory, filled anew for every native decode."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from skippy.engine.base import Segment
+from skippy.engine.base import FloatArray, Segment
 from skippy.engine.checks import TokenArray
 
 from .native import address_of, api
 
 
 class NativeBatch:
-    """One reusable batch of at most ``rows`` rows, all of one sequence.
+    """One reusable batch of at most ``rows`` rows, of any sequences.
 
-    The struct points at this object's arrays, and for activations at the caller's own buffer.
+    The struct points at this object's arrays, and for a single segment at the caller's own rows.
 
     Args:
         rows: rows the arrays are made for.
@@ -31,46 +32,63 @@ class NativeBatch:
         self._sections = 1 if width == 0 else position_sections
         self._positions = np.zeros(rows * self._sections, dtype=np.int32)
         self._counts = np.ones(rows, dtype=np.int32)
-        self._sequence = np.zeros(1, dtype=np.int32)
-        self._sequences = np.full(rows, self._sequence.ctypes.data, dtype=np.uintp)  # all rows: the same cell
+        self._sequences = np.zeros(rows, dtype=np.int32)
+        pointers = self._sequences.ctypes.data + 4 * np.arange(rows)
+        self._sequence_pointers = pointers.astype(np.uintp)  # each row's cell of the array above
         self._all_outputs = all_outputs
         self._outputs = np.full(rows, all_outputs, dtype=np.int8)
-        self._aligned = np.zeros(0, dtype=np.float32)
-        self._row_bytes = width * 4
+        self._rows: FloatArray = np.zeros(0, dtype=np.float32)  # activations that cannot be read in place
+        self._tokens: TokenArray = np.zeros(0, dtype=np.int32)
         self._batch: Any = api.llama_batch()
         batch = self._batch
         batch.pos = ctypes.cast(self._positions.ctypes.data, type(batch.pos))
         batch.n_seq_id = ctypes.cast(self._counts.ctypes.data, type(batch.n_seq_id))
-        batch.seq_id = ctypes.cast(self._sequences.ctypes.data, type(batch.seq_id))
+        batch.seq_id = ctypes.cast(self._sequence_pointers.ctypes.data, type(batch.seq_id))
         batch.logits = ctypes.cast(self._outputs.ctypes.data, type(batch.logits))
         self._token_pointer, self._row_pointer = type(batch.token), type(batch.embd)
 
-    def of_tokens(self, segment: Segment, tokens: TokenArray) -> Any:
-        """The batch for a segment of token ids; valid until the next call, while ``tokens`` lives."""
-        self._fill(segment)
-        self._batch.token = ctypes.cast(tokens.ctypes.data, self._token_pointer)
+    def of_tokens(self, segments: Sequence[Segment], tokens: Sequence[TokenArray]) -> Any:
+        """The batch for segments of token ids; valid until the next call."""
+        self._fill(segments)
+        self._tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        self._batch.token = ctypes.cast(self._tokens.ctypes.data, self._token_pointer)
         return self._batch
 
-    def of_activation(self, segment: Segment) -> Any:
-        """The batch for a segment of activations. They are read in place if aligned for f32, else copied."""
-        assert segment.activation is not None
-        self._fill(segment)
-        address = address_of(segment.activation)
+    def of_activations(self, segments: Sequence[Segment]) -> Any:
+        """The batch for segments of activations; valid until the next call, while they live.
+
+        A single segment is read in place if it is aligned for f32; else all are copied together.
+        """
+        self._fill(segments)
+        buffers = [segment.activation for segment in segments if segment.activation is not None]
+        address = address_of(buffers[0]) if len(buffers) == 1 else 1
         if address % 4:
-            self._aligned = np.frombuffer(bytearray(segment.activation), dtype=np.float32)
-            address = self._aligned.ctypes.data
+            address = self._gather(buffers)
         self._batch.embd = ctypes.cast(address, self._row_pointer)
         return self._batch
 
-    def _fill(self, segment: Segment) -> None:
-        count = segment.count
-        self._batch.n_tokens = count
-        self._sequence[0] = segment.sequence
-        if self._sections == 1:
-            np.add(self._counting[:count], segment.position, out=self._positions[:count])
-        else:
-            rows = self._positions[: count * self._sections].reshape(self._sections, count)
-            rows[:] = self._counting[:count] + segment.position
-        if not self._all_outputs:
-            self._outputs[: count - segment.logits] = 0
-            self._outputs[count - segment.logits : count] = 1
+    def _gather(self, buffers: Sequence[memoryview]) -> int:
+        """Copy buffers one behind another; the address of the first."""
+        values = sum(buffer.nbytes for buffer in buffers) // 4
+        if self._rows.size < values:
+            self._rows = np.empty(values, dtype=np.float32)
+        start, target = 0, self._rows.view(np.uint8)
+        for buffer in buffers:
+            target[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
+            start += buffer.nbytes
+        return int(self._rows.ctypes.data)
+
+    def _fill(self, segments: Sequence[Segment]) -> None:
+        total = sum(segment.count for segment in segments)
+        self._batch.n_tokens = total
+        positions = self._positions[: total * self._sections].reshape(self._sections, total)
+        start = 0
+        for segment in segments:
+            count = segment.count
+            stop = start + count
+            self._sequences[start:stop] = segment.sequence
+            positions[:, start:stop] = self._counting[:count] + segment.position
+            if not self._all_outputs:
+                self._outputs[start : stop - segment.logits] = 0
+                self._outputs[stop - segment.logits : stop] = 1
+            start = stop

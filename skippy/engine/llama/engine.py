@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,10 @@ from skippy.models import SliceInfo
 from skippy.protocol.messages import SamplingConfig
 
 from .batch import NativeBatch
+from .boundary import BoundaryRows
 from .loading import LoadProgress, create_context, kv_bytes, load_model
 from .native import address_of, api, ggml_functions, initialise
+from .order import NativeCall, RowOrder, plan_calls
 from .sampler import LlamaSampler
 from .state import HEADER_BYTES, StateFormat, check_cells
 from .vocabulary import LlamaVocabulary
@@ -38,10 +41,10 @@ _NO_SLOT = 1  # llama_decode: the cache has no room for the batch; nothing was c
 class LlamaEngine(StageEngine):
     """Layers of a GGUF on stock llama.cpp. Made by :meth:`load`.
 
-    The segments of a batch run one after another, each as a native decode of its own: rows stay in batch
-    order under every kind of cache, and a sequence's numbers do not depend on what shares its batch. The
-    engine keeps the length of every sequence itself and checks every call against it, because llama.cpp
-    ends the process on ids, positions and sizes that do not fit.
+    The segments of a batch share one native decode where :class:`RowOrder` says that their rows can be told
+    apart afterwards; what shares it moves a row's numbers a little, as another chunk size does. The engine
+    keeps the length of every sequence itself and checks every call against it, because llama.cpp ends the
+    process on ids, positions and sizes that do not fit.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class LlamaEngine(StageEngine):
         self._failed: str | None = None
         self._plain_cache = _has_plain_cache(model)
         self._vocabulary = LlamaVocabulary(model) if _has_vocabulary(model, slice_info) else None
+        self._order = _row_order(model, options)
+        self._ubatch = int(api.llama_n_ubatch(context))
         self._info = _describe(model, context, slice_info, options, tap)
         self._batch = NativeBatch(
             rows=self._info.max_batch,
@@ -113,46 +118,74 @@ class LlamaEngine(StageEngine):
         tokens = check_batch(self._info, self._lengths, segments, output)
         check_finite(segments)
         self._logits = []
-        target = 0 if output is None else address_of(output)
-        copy_logits = len(segments) > 1  # the next native decode overwrites llama.cpp's buffer
+        calls = plan_calls(segments, self._order, self._ubatch)
+        logits: list[list[FloatArray]] = [[] for _ in segments]
         try:
-            for segment, ids in zip(segments, tokens, strict=True):
-                size = segment.count * self._info.output_width * 4
-                self._run(segment, ids, target, size)
-                target += size
-                if segment.logits:
-                    rows = self._native_logits(segment.logits)
-                    self._logits.extend(row.copy() if copy_logits else row for row in rows)
+            for call in calls:
+                self._run(call, segments, tokens, output)
+                # The next native decode overwrites llama.cpp's buffer.
+                self._take_logits(call, segments, logits, copy=len(calls) > 1)
         except BaseException:
-            self._logits = []
             self._rewind(segments)
             raise
+        self._logits = list(itertools.chain.from_iterable(logits))
         for segment in segments:
             self._lengths[segment.sequence] += segment.count
 
-    def _run(self, segment: Segment, ids: TokenArray | None, target: int, size: int) -> None:
-        batches = self._batch
-        batch = batches.of_activation(segment) if ids is None else batches.of_tokens(segment, ids)
-        if self._tap is not None:
-            self._tap.arm(target, size)
+    def _run(
+        self,
+        call: NativeCall,
+        segments: Sequence[Segment],
+        tokens: Sequence[TokenArray | None],
+        output: memoryview | None,
+    ) -> None:
+        part = [segments[index] for index in call.segments]
+        if self._info.is_first:
+            ids = [found for index in call.segments if (found := tokens[index]) is not None]
+            batch = self._batch.of_tokens(part, ids)
+        else:
+            batch = self._batch.of_activations(part)
+        boundary = None
+        if self._tap is not None and output is not None:
+            boundary = BoundaryRows(call, segments, output, self._info.output_width)
+            self._tap.arm(boundary.address, boundary.nbytes)
         code = api.llama_decode(self._context, batch)
-        if self._tap is not None and code == 0:
-            self._tap.finish()
         if code == _NO_SLOT:
-            raise ContextFullError(
-                f"sequence {segment.sequence}: the cache has no room for {segment.count} more positions"
-            )
+            names = ", ".join(str(segment.sequence) for segment in part)
+            raise ContextFullError(f"the cache has no room for {batch.n_tokens} more rows (sequence {names})")
         if code != 0:
-            raise EngineError(f"llama.cpp could not decode {segment.count} rows (code {code})")
+            raise EngineError(f"llama.cpp could not decode {batch.n_tokens} rows (code {code})")
+        if self._tap is not None and boundary is not None:
+            self._tap.finish()
+            boundary.deliver()
 
-    def _native_logits(self, rows: int) -> list[FloatArray]:
-        # Only the segment's last rows were flagged as outputs, so they are the whole buffer, in order.
+    def _take_logits(
+        self,
+        call: NativeCall,
+        segments: Sequence[Segment],
+        logits: list[list[FloatArray]],
+        *,
+        copy: bool,
+    ) -> None:
+        """Give each segment of a call its rows of llama.cpp's logits, which are in the order of the batch."""
+        total = sum(segments[index].logits for index in call.segments)
+        if not total:
+            return
+        rows = self._native_logits(total)
+        start = 0
+        for index in call.segments:
+            stop = start + segments[index].logits
+            logits[index] = list(rows[start:stop].copy() if copy else rows[start:stop])
+            start = stop
+
+    def _native_logits(self, rows: int) -> FloatArray:
+        # Only the rows that were asked for are flagged as outputs, so they are the whole buffer.
         pointer = api.llama_get_logits(self._context)
         if not pointer:
             raise EngineError("llama.cpp gave no logits")
         size = self._info.vocab_size
         buffer = (ctypes.c_float * (rows * size)).from_address(ctypes.addressof(pointer.contents))
-        return list(np.frombuffer(memoryview(buffer), dtype=np.float32).reshape(rows, size))
+        return np.frombuffer(memoryview(buffer), dtype=np.float32).reshape(rows, size)
 
     def _rewind(self, segments: Sequence[Segment]) -> None:
         """Put every sequence of a failed batch back to its length before it, or drop it where that fails."""
@@ -292,6 +325,14 @@ def _has_plain_cache(model: int) -> bool:
     )
 
 
+def _row_order(model: int, options: EngineOptions) -> RowOrder:
+    if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
+        return RowOrder.UNKNOWN
+    if api.llama_model_n_swa(model) > 0 and not options.swa_full:
+        return RowOrder.UNKNOWN
+    return RowOrder.BATCH if options.kv_unified else RowOrder.EQUAL
+
+
 def _position_sections(model: int) -> int:
     """Positions per activation row: 4 with multi-section rotary embedding (M-RoPE), else 1."""
     return 4 if api.llama_model_rope_type(model) in (api.LLAMA_ROPE_TYPE_MROPE, 40) else 1
@@ -316,6 +357,7 @@ def _describe(
         max_batch=min(options.n_batch, int(api.llama_n_batch(context))),
         max_sequences=options.max_sequences,
         can_trim=not (windowed or recurrent),
+        can_mix=_row_order(model, options) is not RowOrder.UNKNOWN,
         tap=None if tap is None else tap.kind,
         weights_bytes=int(api.llama_model_size(model)),
         kv_bytes=kv_bytes(model, slice_info, options, int(api.llama_n_ctx(context))),
