@@ -1,4 +1,5 @@
-/* Boundary tap: an eval callback that copies one named node of the compute graph and stops there.
+/* What llama.cpp calls while it computes: the boundary tap, an eval callback that copies one named node of the
+   compute graph and stops there, and the abort callback.
 
    Links against nothing and needs no Python headers. The four ggml functions are passed in; the caller finds them
    in the ggml library that llama-cpp-python ships. Loaded with ctypes; the mirror of `struct skippy_tap` is in
@@ -59,3 +60,6 @@ EXPORT bool skippy_tap_eval(struct ggml_tensor *tensor, bool ask, void *user_dat
     if (tap->status == TAP_OK) tap->status = copy_rows(tap, tensor);
     return false;
 }
+
+/* Asked before each node of the graph; another thread sets the flag. */
+EXPORT bool skippy_aborts(void *user_data) { return *(const volatile int32_t *)user_data != 0; }

@@ -198,6 +198,20 @@ class StageEngine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def abort(self, segments: Sequence[Segment] | None = None) -> bool:
+        """Make the ``decode`` that runs now fail with EngineError. From any thread; never waits.
+
+        An abort never reaches a later decode: it concerns the one that runs at the time of the call, and with
+        ``segments`` only if that was given this very object. So a caller that names its batch needs to know
+        neither whether the batch has begun nor whether it is over.
+
+        Returns:
+            True: that decode fails, after which its sequences are as ``decode`` promises. False: there is
+            none to abort, or this engine cannot abort (no compiled tap library; on a GPU llama.cpp looks at
+            the request between parts of the graph only, so it may take until the end of one).
+        """
+
+    @abc.abstractmethod
     def logits(self, index: int) -> FloatArray:
         """The ``index``-th requested logits row of the last ``decode``, shape ``[vocab_size]``.
 

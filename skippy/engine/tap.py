@@ -178,6 +178,17 @@ def compiled_library() -> pathlib.Path | None:
     return found[0] if found else None
 
 
+def abort_function() -> int | None:
+    """Address of the abort callback in the compiled library, or None without a usable one."""
+    path = compiled_library()
+    if path is None:
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).skippy_aborts, ctypes.c_void_p).value
+    except (OSError, AttributeError):  # of another platform or version, which create_tap reports
+        return None
+
+
 def create_tap(functions: Mapping[str, int], node: str, row_bytes: int, choice: TapChoice = "auto") -> Tap:
     """A tap for one context. Logs one line that says which implementation is in use.
 

@@ -21,6 +21,7 @@ from skippy.protocol.messages import SamplingConfig
 
 from .base import EngineError, EngineInfo, FloatArray, Sampler, Segment, StageEngine, Vocabulary
 from .checks import TokenArray, check_batch, check_copy, check_sequence, check_trim
+from .running import RunningDecode
 from .toy_sampler import ToySampler
 from .toy_vocabulary import TOY_TOKENS, ToyVocabulary
 
@@ -105,6 +106,7 @@ class ToyEngine(StageEngine):
         self._lengths = [0] * max_sequences
         self._sums: dict[int, npt.NDArray[np.int32]] = {}  # by sequence: [layers, context_length, width]
         self._logits: list[FloatArray] = []
+        self._running = RunningDecode()
         self.fail_next: Exception | None = None
         self.decodes = 0
 
@@ -121,19 +123,37 @@ class ToyEngine(StageEngine):
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        boundary = None if output is None else np.frombuffer(output, dtype=np.float32)
         self._logits = []
+        self._running.begin(segments)
+        try:
+            logits = self._run_all(segments, tokens, output)
+        finally:
+            self._running.end()
+        self._logits = logits
+        for segment in segments:  # what lies beyond a sequence's length is not looked at
+            self._lengths[segment.sequence] += segment.count
+        self.decodes += 1
+
+    def abort(self, segments: Sequence[Segment] | None = None) -> bool:
+        return self._running.abort(segments)
+
+    def _run_all(
+        self, segments: Sequence[Segment], tokens: Sequence[TokenArray | None], output: memoryview | None
+    ) -> list[FloatArray]:
+        boundary = None if output is None else np.frombuffer(output, dtype=np.float32)
+        logits: list[FloatArray] = []
         start = 0
         for segment, ids in zip(segments, tokens, strict=True):
+            if self._running.aborted:
+                break
             rows = self._run(segment, ids)
             if boundary is not None:
                 stop = start + rows.size
                 boundary[start:stop] = rows.ravel()
                 start = stop
             if segment.logits:
-                self._logits.extend(self._head(rows[-segment.logits :], segment))
-            self._lengths[segment.sequence] += segment.count
-        self.decodes += 1
+                logits.extend(self._head(rows[-segment.logits :], segment))
+        return logits
 
     def _run(self, segment: Segment, ids: TokenArray | None) -> IntArray:
         """The segment's rows after the last layer, shape ``[count, width]``."""

@@ -22,13 +22,14 @@ from skippy.engine.base import (
 )
 from skippy.engine.checks import TokenArray, check_batch, check_copy, check_finite, check_sequence, check_trim
 from skippy.engine.options import EngineOptions
+from skippy.engine.running import RunningDecode
 from skippy.engine.tap import Tap, create_tap
 from skippy.models import SliceInfo
 from skippy.protocol.messages import SamplingConfig
 
 from .batch import NativeBatch
 from .boundary import BoundaryRows
-from .loading import LoadProgress, create_context, kv_bytes, load_model
+from .loading import LoadProgress, create_context, kv_bytes, load_model, set_abort_flag
 from .native import address_of, api, ggml_functions, initialise
 from .order import NativeCall, RowOrder, plan_calls
 from .sampler import LlamaSampler
@@ -70,6 +71,8 @@ class LlamaEngine(StageEngine):
             all_outputs=not slice_info.is_last and slice_info.spare_layers == 0,
         )
         self._logits: list[FloatArray] = []
+        self._running = RunningDecode()
+        self._aborts = set_abort_flag(context, self._running.flag)
 
     @classmethod
     def load(
@@ -120,17 +123,24 @@ class LlamaEngine(StageEngine):
         self._logits = []
         calls = plan_calls(segments, self._order, self._ubatch)
         logits: list[list[FloatArray]] = [[] for _ in segments]
+        self._running.begin(segments)
         try:
-            for call in calls:
-                self._run(call, segments, tokens, output)
-                # The next native decode overwrites llama.cpp's buffer.
-                self._take_logits(call, segments, logits, copy=len(calls) > 1)
+            try:
+                for call in calls:
+                    self._run(call, segments, tokens, output)
+                    # The next native decode overwrites llama.cpp's buffer.
+                    self._take_logits(call, segments, logits, copy=len(calls) > 1)
+            finally:
+                self._running.end()
         except BaseException:
             self._rewind(segments)
             raise
         self._logits = list(itertools.chain.from_iterable(logits))
         for segment in segments:
             self._lengths[segment.sequence] += segment.count
+
+    def abort(self, segments: Sequence[Segment] | None = None) -> bool:
+        return self._aborts and self._running.abort(segments)
 
     def _run(
         self,

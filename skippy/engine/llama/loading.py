@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from skippy.engine.base import ModelLoadError
 from skippy.engine.options import EngineOptions, usable_cores
-from skippy.engine.tap import Tap
+from skippy.engine.tap import Tap, abort_function
 from skippy.models import SliceInfo
 
 from .native import api, metadata, reported_errors
@@ -171,6 +171,18 @@ def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap
             f"llama.cpp gave {cells} cells per sequence, {options.context_length} are needed"
         )
     return int(context)
+
+
+def set_abort_flag(context: int, flag: int) -> bool:
+    """Let llama.cpp end a decode when the int32 at ``flag`` is not 0.
+
+    False without the compiled library: in Python the callback would run once per graph node.
+    """
+    function = abort_function()
+    if function is None:
+        return False
+    api.llama_set_abort_callback(context, ctypes.cast(function, api.ggml_abort_callback), flag)
+    return True
 
 
 def kv_bytes(model: int, info: SliceInfo, options: EngineOptions, cells: int) -> int:
