@@ -24,7 +24,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/nu
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
 	@echo "make test   lint, types, import rules and all tests"
-	@echo "make bench  measure the chain (ARGS=... for bench/chain.py)"
+	@echo "make bench  measure the chain (ARGS=... for that), then the server against llama.cpp's"
 	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
 	@echo "also: lint types imports unit format docs clean"
 
@@ -46,8 +46,10 @@ imports: $(VENV)/.stamp-dev
 unit: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(VENV)/.stamp-dev $(VENV)/.stamp-model
-	$(BIN)/python bench/chain.py $(ARGS)
+# The quick form of each; docs/performance.md says what they measure, and how the long runs were called.
+bench: $(VENV)/.stamp-bench $(VENV)/.stamp-model
+	$(BIN)/python -m bench.chain $(ARGS)
+	$(BIN)/python -m bench.serving --quick
 
 # The second half is coverage-guided and wants atheris, which is there for Linux. docs/fuzzing.md has figures.
 fuzz: $(VENV)/.stamp-dev
@@ -96,9 +98,14 @@ $(VENV)/.stamp-base: pyproject.toml $(wildcard setup.py) $(TAP_SOURCES) | $(VENV
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-base
-	$(PIP) -e '.[dev,bench]'
+	$(PIP) -e '.[dev]'
 	@if [ "$$(uname)" = Linux ] && ! $(PIP) --only-binary atheris -e '.[fuzz]'; then \
 		echo "no atheris for this Python: make test runs without coverage-guided fuzzing"; fi
+	@touch $@
+
+# The peers are prebuilt or plain Python; where one is not to be had, bench.serving leaves it out and says so.
+$(VENV)/.stamp-bench: pyproject.toml | $(VENV)/.stamp-base
+	$(PIP) --only-binary xllamacpp -e '.[bench]' || $(PIP) psutil
 	@touch $@
 
 # Without its dependencies: they would replace the pinned llama-cpp-python.
