@@ -29,7 +29,7 @@ import trio
 
 from skippy import embed
 from skippy.cli.demo import find_model
-from skippy.config import Endpoint, StageConfig, StageTopology, to_json_value
+from skippy.config import Endpoint, OpenAIOptions, StageConfig, StageTopology, to_json_value
 from skippy.engine import EngineOptions, Segment
 from skippy.engine.llama import LlamaEngine
 from skippy.frontend.driver import ChainGenerator
@@ -178,7 +178,8 @@ async def loopback_chain(settings: Settings) -> AsyncIterator[Loopback]:
             nursery.start_soon(pool.serve)
             with trio.fail_after(120):
                 await pool.wait_ready()
-            yield Loopback(ChainGenerator(stage, pool, "bench", settings.chunk))
+            chunks = OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_size=settings.chunk)
+            yield Loopback(ChainGenerator(stage, pool, "bench", chunks))
             nursery.cancel_scope.cancel()
 
 

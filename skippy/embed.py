@@ -287,7 +287,7 @@ async def open_openai(
             f"{config.stage_id}: generation concurrency {lanes} is more than lane_count {config.lane_count}"
         )
     pool = LanePool(stage, lanes, queue_limit=min(max(8 * lanes, 16), 256))
-    generator = ChainGenerator(stage, pool, options.model_id or config.model_id, options.prefill_chunk_size)
+    generator = ChainGenerator(stage, pool, options.model_id or config.model_id, options)
     telemetry = stage.context.telemetry
     app = create_app(
         generator, FrontendOptions(default_max_tokens=options.default_max_tokens, telemetry=telemetry)

@@ -396,6 +396,9 @@ class TestEndpoint:
         assert Endpoint(host, 1).is_unspecified is unspecified
 
 
+SCHEDULE = {"prefill_chunk_policy": "schedule"}
+
+
 class TestOptions:
     @pytest.mark.parametrize(
         ("settings", "text"),
@@ -426,6 +429,23 @@ class TestOptions:
             ({"default_max_tokens": 0}, "default_max_tokens: is 0"),
             ({"generation_concurrency": 0}, "generation_concurrency: is 0"),
             ({"prefill_chunk_size": 0}, "prefill_chunk_size: is 0"),
+            ({"prefill_chunk_policy": "big"}, "prefill_chunk_policy: is 'big', must be one of fixed, sch"),
+            ({"prefill_chunk_policy": "schedule"}, "prefill_chunk_schedule: is missing"),
+            (SCHEDULE | {"prefill_chunk_schedule": " "}, "prefill_chunk_schedule: is missing"),
+            (SCHEDULE | {"prefill_chunk_schedule": "8,,8"}, "prefill_chunk_schedule: is '8,,8', must be"),
+            (SCHEDULE | {"prefill_chunk_schedule": "8,0"}, "prefill_chunk_schedule: 0 in it must be 1 to"),
+            (SCHEDULE | {"prefill_chunk_schedule": ()}, "prefill_chunk_schedule: must not be empty"),
+            ({"prefill_chunk_schedule": "8"}, "prefill_chunk_schedule: has no effect with"),
+            ({"prefill_adaptive_start": 0}, "prefill_adaptive_start: is 0"),
+            ({"prefill_adaptive_step": 0}, "prefill_adaptive_step: is 0"),
+            ({"prefill_adaptive_max": 127}, "prefill_adaptive_start: is 128, must be at most"),
+            ({"prefill_adaptive_target_ms": 0}, "prefill_adaptive_target_ms: is 0"),
+            ({"prefill_adaptive_target_ms": float("inf")}, "prefill_adaptive_target_ms: is inf"),
+            ({"prefill_adaptive_target_ms": float("nan")}, "prefill_adaptive_target_ms: is nan"),
+            (
+                {"prefill_chunk_policy": "fixed", "prefill_adaptive_step": 64},
+                "prefill_adaptive_step: has no effect with prefill_chunk_policy fixed",
+            ),
         ],
     )
     def test_openai_options_refused(self, settings: dict[str, Any], text: str) -> None:
@@ -433,7 +453,19 @@ class TestOptions:
             OpenAIOptions(**settings)
         assert str(caught.value).startswith(text)
 
+    @pytest.mark.parametrize(
+        ("given", "policy"),
+        [("fixed", "fixed"), (" Schedule", "schedule"), ("Adaptive", "adaptive-ramp")],
+    )
+    def test_chunk_policies(self, given: Any, policy: str) -> None:
+        schedule: Any = " 64,128 , 256" if policy == "schedule" else None
+        options = OpenAIOptions(prefill_chunk_policy=given, prefill_chunk_schedule=schedule)
+        assert options.prefill_chunk_policy == policy
+        assert options.prefill_chunk_schedule == ((64, 128, 256) if schedule else None)
+        assert OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_schedule=(8,))
+
     def test_defaults(self) -> None:
+        assert OpenAIOptions().prefill_chunk_policy == "adaptive-ramp"
         assert OpenAIOptions().bind_endpoint == Endpoint("127.0.0.1", 9337)
         assert OpenAIOptions().default_max_tokens is None
         assert StageOptions().max_inflight == 4

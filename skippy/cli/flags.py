@@ -172,10 +172,30 @@ link_options = combine(
 )
 
 
+PREFILL_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
+    ("prefill-chunk-policy", str, "NAME", "How prompts are cut: fixed, schedule or adaptive-ramp."),
+    ("prefill-chunk-size", int, "TOKENS", "Chunks of fixed; longest one-chunk prompt of adaptive-ramp."),
+    ("prefill-chunk-schedule", str, "TOKENS,...", "Chunks of schedule; the last size repeats."),
+    ("prefill-adaptive-start", int, "TOKENS", "First chunk of adaptive-ramp."),
+    ("prefill-adaptive-step", int, "TOKENS", "By how much its chunks grow and shrink."),
+    ("prefill-adaptive-max", int, "TOKENS", "Its largest chunk."),
+    ("prefill-adaptive-target-ms", float, "MS", "What a chunk should take the slowest stage at most."),
+)
+"""Name, type, placeholder and text of each option that says how prompts are cut."""
+
+
+def _prefill(prefix: str, name: str, kind: Any, metavar: str, text: str) -> Callable[[F], F]:
+    key = name.replace("-", "_")
+    default = getattr(attrs.fields(OpenAIOptions), key).default
+    shown = default is not None
+    return click.option(
+        f"--{prefix}{name}", key, type=kind, default=default, show_default=shown, metavar=metavar, help=text
+    )
+
+
 def openai_options(prefix: str) -> Callable[[F], F]:
     """The OpenAI endpoint's options, with ``prefix`` ("openai-" or "") in every name; not bind-addr."""
     adaptive = "adapting the concurrency is"
-    policy = "a chunk policy other than fixed is"
     speculation = "speculative decoding is"
     return combine(
         click.option(f"--{prefix}model-id", "model_id", metavar="NAME", help="The name clients ask for."),
@@ -193,21 +213,7 @@ def openai_options(prefix: str) -> Callable[[F], F]:
             metavar="N",
             help="Requests generated at once; default: lane_count.",
         ),
-        click.option(
-            f"--{prefix}prefill-chunk-size",
-            "prefill_chunk_size",
-            type=int,
-            default=256,
-            show_default=True,
-            metavar="TOKENS",
-            help="Prompt tokens per chunk.",
-        ),
-        off(f"--{prefix}prefill-chunk-policy", policy, off_value="fixed"),
-        off(f"--{prefix}prefill-chunk-schedule", policy),
-        off(f"--{prefix}prefill-adaptive-start", policy),
-        off(f"--{prefix}prefill-adaptive-step", policy),
-        off(f"--{prefix}prefill-adaptive-max", policy),
-        off(f"--{prefix}prefill-adaptive-target-ms", policy),
+        *(_prefill(prefix, *option) for option in PREFILL_OPTIONS),
         off(f"--{prefix}adaptive-generation-concurrency", adaptive, is_flag=True),
         off(f"--{prefix}adaptive-generation-min-concurrency", adaptive),
         off(f"--{prefix}generation-queue-capacity", "a limit for waiting requests is"),

@@ -44,7 +44,7 @@ class Terminal:
 
 def openai_from_flags(bind_addr: str, values: dict[str, Any]) -> OpenAIOptions:
     """OpenAIOptions from the values of :func:`flags.openai_options`, which are taken out of ``values``."""
-    names = ("model_id", "default_max_tokens", "generation_concurrency", "prefill_chunk_size")
+    names = [field.name for field in attrs.fields(OpenAIOptions) if field.name in values]
     return OpenAIOptions(bind_addr=bind_addr, **{name: values.pop(name) for name in names})
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, cast, get_args
 
 import attrs
 
 from .endpoint import Endpoint
+from .errors import ConfigError
 from .fields import key, require, require_range, require_text
 from .stage import I32_MAX
 
@@ -139,6 +141,34 @@ class StageOptions:
         return None if conditions == WireConditions() else conditions
 
 
+ChunkPolicyName = Literal["fixed", "schedule", "adaptive-ramp"]
+
+
+def _chunk_policy(text: str) -> ChunkPolicyName:
+    """A policy's name, however it is written."""
+    name = text.strip().lower()
+    name = "adaptive-ramp" if name == "adaptive" else name
+    known = get_args(ChunkPolicyName)
+    require(name in known, f"prefill_chunk_policy: is {text!r}, must be one of {', '.join(known)}")
+    return cast(ChunkPolicyName, name)
+
+
+def _chunk_schedule(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Sizes, also as text with commas between them; None for nothing and for blank text."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        try:
+            value = [int(part) for part in value.split(",")]
+        except ValueError:
+            raise ConfigError(
+                f"prefill_chunk_schedule: is {value!r}, must be whole numbers with commas between them"
+            ) from None
+    return tuple(value)
+
+
 @attrs.frozen(slots=True, kw_only=True)
 class OpenAIOptions:
     """The OpenAI endpoint of a stage 0."""
@@ -149,12 +179,71 @@ class OpenAIOptions:
         "Tokens generated at most when a request does not say; null: the rest of the context.", default=None
     )
     generation_concurrency: int | None = key("Requests generated at once; null: lane_count.", default=None)
-    prefill_chunk_size: int = key("Prompt tokens per chunk.", default=256)
+    prefill_chunk_policy: ChunkPolicyName = key(
+        "How a prompt is cut: `fixed`: into chunks of prefill_chunk_size; `schedule`: of "
+        "prefill_chunk_schedule, whose last size repeats; `adaptive-ramp` (or `adaptive`): from "
+        "prefill_adaptive_start on, by what is measured; in a chain of one, 512. `fixed` with a schedule "
+        "means `schedule`.",
+        default="adaptive-ramp",
+        converter=_chunk_policy,
+    )
+    prefill_chunk_size: int = key(
+        "Prompt tokens per chunk; with `adaptive-ramp`, the longest prompt that goes as one chunk.",
+        default=256,
+    )
+    prefill_chunk_schedule: tuple[int, ...] | None = key(
+        "Sizes of the first chunks, such as `64,128,256`; the last one repeats.",
+        default=None,
+        converter=_chunk_schedule,
+    )
+    prefill_adaptive_start: int = key("`adaptive-ramp`: tokens of the first chunk.", default=128)
+    prefill_adaptive_step: int = key("`adaptive-ramp`: by how many tokens it grows and shrinks.", default=128)
+    prefill_adaptive_max: int = key("`adaptive-ramp`: tokens per chunk at most.", default=384)
+    prefill_adaptive_target_ms: float = key(
+        "`adaptive-ramp`: how long a chunk should take the slowest stage at most, as far as that lets it be "
+        "prefill_adaptive_start tokens.",
+        default=100.0,
+    )
 
     def __attrs_post_init__(self) -> None:
         _ = self.bind_endpoint
         require_text(self, "model_id")
         require_range(self, 1, I32_MAX, "default_max_tokens", "generation_concurrency", "prefill_chunk_size")
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        policy, schedule = self.prefill_chunk_policy, self.prefill_chunk_schedule
+        require(schedule != (), "prefill_chunk_schedule: must not be empty")
+        for size in schedule or ():
+            require(
+                1 <= size <= I32_MAX, f"prefill_chunk_schedule: {size} in it must be 1 to {I32_MAX} tokens"
+            )
+        require(
+            schedule is not None or policy != "schedule",
+            "prefill_chunk_schedule: is missing; prefill_chunk_policy schedule needs it",
+        )
+        require(
+            schedule is None or policy != "adaptive-ramp",
+            "prefill_chunk_schedule: has no effect with prefill_chunk_policy adaptive-ramp; use schedule",
+        )
+        knobs = [f"prefill_adaptive_{name}" for name in ("start", "step", "max")]
+        require_range(self, 1, I32_MAX, *knobs)
+        require(
+            self.prefill_adaptive_start <= self.prefill_adaptive_max,
+            f"prefill_adaptive_start: is {self.prefill_adaptive_start}, must be at most "
+            f"prefill_adaptive_max, {self.prefill_adaptive_max}",
+        )
+        target = self.prefill_adaptive_target_ms
+        require(
+            target > 0 and math.isfinite(target),
+            f"prefill_adaptive_target_ms: is {target:g}, must be above 0 and finite",
+        )
+        for name in (*knobs, "prefill_adaptive_target_ms"):
+            default = getattr(attrs.fields(OpenAIOptions), name).default
+            require(
+                policy == "adaptive-ramp" or getattr(self, name) == default,
+                f"{name}: has no effect with prefill_chunk_policy {policy}; use adaptive-ramp",
+            )
 
     @property
     def bind_endpoint(self) -> Endpoint:

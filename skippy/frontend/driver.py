@@ -1,14 +1,14 @@
-"""Drives one generation through the chain: prefill in chunks, then one decode step per token."""
+"""Drives one generation through the chain: its prompt, then one decode step per token."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
 
 import attrs
 
+from skippy.config import OpenAIOptions
 from skippy.engine import Vocabulary
 from skippy.protocol import (
     FinishHint,
@@ -18,7 +18,7 @@ from skippy.protocol import (
     StageState,
     default_state,
 )
-from skippy.stage import GenerationSettings, LaneLost, PendingReply, SettingsRefused, Stage, StageError
+from skippy.stage import LaneLost, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
 from .generation import (
@@ -30,6 +30,7 @@ from .generation import (
     InvalidSampling,
 )
 from .lanes import LanePool, PooledLane
+from .prefill import Prefill
 
 _DECODE_STATE = default_state(MessageKind.DECODE_EMBD)
 
@@ -37,7 +38,9 @@ _DECODE_STATE = default_state(MessageKind.DECODE_EMBD)
 class ChainGenerator:
     """Serves generations over a lane pool. Implements :class:`skippy.frontend.generation.Generator`."""
 
-    def __init__(self, stage: Stage, pool: LanePool, model_id: str, prefill_chunk_size: int) -> None:
+    def __init__(
+        self, stage: Stage, pool: LanePool, model_id: str, options: OpenAIOptions | None = None
+    ) -> None:
         vocabulary = stage.vocabulary
         if vocabulary is None or not stage.info.is_first:
             raise ValueError("only the stage that owns layer 0 can serve generations")
@@ -45,7 +48,8 @@ class ChainGenerator:
         self._pool = pool
         self._model_id = model_id
         self._vocabulary = vocabulary
-        self._chunk_size = min(prefill_chunk_size, stage.info.max_batch)
+        self._prefill = Prefill(stage, options or OpenAIOptions())
+        pool.on_request_over = self._prefill.learn
 
     @property
     def model_id(self) -> str:
@@ -77,7 +81,7 @@ class ChainGenerator:
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
             pooled = await self._pool.lease()
         try:
-            stream = ChainStream(pooled, request, self._vocabulary, self._chunk_size, telemetry)
+            stream = ChainStream(pooled, request, self._vocabulary, self._prefill, telemetry)
             with telemetry.span(
                 names.STAGE_OPENAI_DECODE, level=Level.SUMMARY, prompt_token_count=count
             ) as span:
@@ -87,6 +91,7 @@ class ChainGenerator:
                     span["completion_token_count"] = stream.generated
                     span["finish_reason"] = stream.finish_reason
         finally:
+            self._prefill.ended(pooled)
             pooled.give_back()
 
 
@@ -98,13 +103,13 @@ class ChainStream:
         pooled: PooledLane,
         request: GenerationRequest,
         vocabulary: Vocabulary,
-        chunk_size: int,
+        prefill: Prefill,
         telemetry: Telemetry,
     ) -> None:
         self._pooled = pooled
         self._request = request
         self._vocabulary = vocabulary
-        self._chunk_size = chunk_size
+        self._prefill = prefill
         self._telemetry = telemetry
         self._request_id = secrets.randbits(64) or 1
         self._session_id = secrets.randbits(64) or 1
@@ -134,8 +139,7 @@ class ChainStream:
             raise StopAsyncIteration
         try:
             if self._current is None:
-                with self._telemetry.span(names.STAGE_OPENAI_PREFILL, request_id=self._request_id):
-                    await self._prefill()
+                await self._prefill.run(self._pooled, self._request)
                 self._current = self._request.prompt[-1]
             with self._telemetry.span(
                 names.STAGE_OPENAI_DECODE_TOKEN, request_id=self._request_id, decode_step=self.generated
@@ -159,34 +163,6 @@ class ChainStream:
     @property
     def _ignores_eos(self) -> bool:
         return self._request.sampling is not None and self._request.sampling.ignores_eos
-
-    async def _prefill(self) -> None:
-        """Settings first, then every prompt token but the last; the last one is the first decode step.
-
-        The answer to the settings is not waited for: the replies of a lane come in order, so a lane that
-        refuses them ends, and the first prediction with it.
-        """
-        prompt = self._request.prompt
-        count = len(prompt) - 1
-        await self._send(
-            MessageKind.CONFIGURE_GENERATION,
-            prompt_token_count=len(prompt),
-            sampling=self._request.sampling,
-            chat_sampling_metadata=GenerationSettings(self._request.top_logprobs).to_metadata(),
-        )
-        for index, start in enumerate(range(0, count, self._chunk_size)):
-            chunk = prompt[start : min(start + self._chunk_size, count)]
-            with self._telemetry.span(
-                names.STAGE_OPENAI_PREFILL_CHUNK, seq_id=index, pos_start=start, token_count=len(chunk)
-            ):
-                await self._send(
-                    MessageKind.PREFILL_EMBD,
-                    seq_id=index,
-                    pos_start=start,
-                    tokens=chunk,
-                    prompt_token_count=count,
-                    current_token=chunk[-1],
-                )
 
     async def _decode(self, token: int) -> int:
         count, step = len(self._request.prompt), self.generated
@@ -222,22 +198,3 @@ class ChainStream:
         lost = LaneLost(reason)
         self._pooled.lane.fail(lost)
         return lost
-
-    async def _send(
-        self, kind: MessageKind, *, pos_start: int = 0, tokens: Sequence[int] = (), **header: Any
-    ) -> PendingReply:
-        """Hand one message to the lane; ``header`` holds state words, or settings of the request."""
-        sampling, metadata = header.pop("sampling", None), header.pop("chat_sampling_metadata", None)
-        return await self._pooled.handle(
-            Message(
-                kind,
-                attrs.evolve(default_state(kind), **header),
-                pos_start=pos_start,
-                token_count=len(tokens),
-                request_id=self._request_id,
-                session_id=self._session_id,
-                sampling=sampling,
-                chat_sampling_metadata=metadata,
-                tokens=tokens,
-            )
-        )

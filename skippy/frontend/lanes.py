@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import trio
 
-from skippy.protocol import Message, MessageKind, default_state
+from skippy.protocol import Message, MessageKind, ReplyStats, default_state
 from skippy.stage import Lane, LaneLost, PendingReply, Stage, StageError
 from skippy.stage.nurseries import leaves
 from skippy.telemetry import get_logger, names
@@ -81,6 +82,9 @@ class LanePool:
     Args:
         size: lanes, at most the stage's lane_count.
         queue_limit: generations that may wait for a lane; more are refused.
+
+    Attributes:
+        on_request_over: told what the stages of the chain have observed of each request.
     """
 
     def __init__(self, stage: Stage, size: int, queue_limit: int) -> None:
@@ -93,6 +97,7 @@ class LanePool:
         self._changed = trio.lowlevel.ParkingLot()
         self._last_error: str | None = None
         self._reported: str | None = None
+        self.on_request_over: Callable[[ReplyStats], object] = lambda _: None
 
     @property
     def ready(self) -> bool:
@@ -243,6 +248,7 @@ class LanePool:
                 lane.check_alive()
                 lane.machine.stop_acknowledged()
                 lane.machine.release()
+                self.on_request_over(lane.stats.take_request())
             except StageError:
                 pass  # the lane has ended, which `watch` sees
         if scope.cancelled_caught:

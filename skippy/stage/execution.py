@@ -39,7 +39,7 @@ from .queues import PendingReply
 from .runtime import Started
 from .session import Predicted, StageSession
 from .settings import parse_metadata
-from .statistics import OBSERVED, LaneStats, Times, microseconds
+from .statistics import LaneStats, Times, microseconds
 
 
 class Execution:
@@ -50,6 +50,7 @@ class Execution:
         plain: a neighbour on this lane is a plain generation-8 peer, which knows nothing of stale frames.
         waves: the upstream peer agreed to decode waves; without it, the word in its frames means nothing.
         predictions: what stage 0 is owed on this lane; unused on other stages.
+        stats: what was observed on this lane.
     """
 
     def __init__(self, context: StageContext, replies: ReplySink, lane: LaneTasks) -> None:
@@ -62,7 +63,7 @@ class Execution:
         self._machine = UpstreamConnection()
         self._windows = VerifyPipeline()
         self._session: StageSession | None = None
-        self._stats = LaneStats(context.stage_index)
+        self.stats = LaneStats(context.stage_index)
         self._answers = Answers(context, replies, lane.start)
         self.tell_why = self._answers.tell_why
         self._started: Started | None = None
@@ -147,7 +148,7 @@ class Execution:
         if compute is None:
             await self._skip(message)
             return
-        times = Times() if message.kind in OBSERVED else None
+        times = self.stats.measure(message)
         if times is not None:
             compute = times.computing(compute)
         place = self._place_for(message, times)
@@ -155,7 +156,7 @@ class Execution:
             predicted = await session.run(compute)
         if downstream is None or output is None:
             if times is not None:
-                self._stats.observe(message, times, sent=False)
+                self.stats.observe(message, times, sent=False)
             await self._answer(session, message, predicted)
         else:
             frame = downstream.with_wave(message.forwarded(context.stage_index, output), wave)
@@ -194,7 +195,7 @@ class Execution:
         output: memoryview | None = None
         frame: Callable[[Predicted], Sequence[Buffer]] = prediction_frame
         if downstream is None:
-            stats = self._stats.take()
+            stats = self.stats.take()
             if stats is not EMPTY_STATS:
                 frame = functools.partial(prediction_frame, stats=stats)
         else:
@@ -219,9 +220,9 @@ class Execution:
         if self.downstream is None or self._context.stage_index or not requires_predicted_reply(message.kind):
             return None
         self.predictions.check_awaited(message.kind)
-        complete = self._stats.complete
+        complete = self.stats.complete
         if times is not None and message.kind is MessageKind.VERIFY_WINDOW:
-            complete = functools.partial(self._stats.complete_window, message, times)
+            complete = functools.partial(self.stats.complete_window, message, times)
         return PendingReply(complete=complete)
 
     async def _answer(self, session: StageSession, message: Message, predicted: Predicted) -> None:
@@ -231,9 +232,9 @@ class Execution:
         """
         if predicted is None:
             if message.kind is MessageKind.DECODE_REPLAY_EMBD:
-                await self._owe(Reply.ack(self._stats.take()))
+                await self._owe(Reply.ack(self.stats.take()))
             return
-        stats, annex = self._stats.take(), session.take_annex()
+        stats, annex = self.stats.take(), session.take_annex()
         if isinstance(predicted, int):
             reply = Reply.predicted_token(predicted, stats)
         else:
@@ -258,14 +259,14 @@ class Execution:
         spent = await downstream.send(
             frame,
             credit=early,
-            on_ack=(lambda reply: self._stats.add(reply.stats)) if early else None,
+            on_ack=(lambda reply: self.stats.add(reply.stats)) if early else None,
             on_queued=keep,
         )
         if times is None:
             return
         times.write_us, times.wait_us = spent
         if place is None or frame.kind is not MessageKind.VERIFY_WINDOW:
-            self._stats.observe(frame, times, sent=True)
+            self.stats.observe(frame, times, sent=True)
 
     async def _skip(self, message: Message) -> None:
         """Pass on a stale data message without its rows; the last stage answers that nothing ran."""
@@ -305,7 +306,7 @@ class Execution:
         channels = [self.downstream or self._answers, *([] if context.stage_index else [self._replies])]
         settings.check_annexed(context.stage_index, channels)
         if self.downstream is None:
-            await self._owe(Reply.ack(self._stats.take()))
+            await self._owe(Reply.ack(self.stats.take()))
             return
         if context.stage_index == 0:
             self.predictions.await_stream(message.request_id, message.session_id)
@@ -323,7 +324,7 @@ class Execution:
         if self.downstream is None:
             await self._answers.release()
             self._stopped()
-            await self._owe(Reply.ack(self._stats.take()))
+            await self._owe(Reply.ack(self.stats.take()))
             return
         await self.wait_settled()
         await self.predictions.release()
@@ -337,7 +338,7 @@ class Execution:
         if self._session is not None:
             await self._session.trim(message)
         if self.downstream is None:
-            await self._owe(Reply.ack(self._stats.take()))
+            await self._owe(Reply.ack(self.stats.take()))
             return
         await self._request(self.downstream, message)
 
@@ -355,7 +356,7 @@ class Execution:
         """
         context = self._context
         check_restore(message, context.stage_index)
-        miss = Reply.ack(self._stats.take(ReplyStats(kv_lookup_misses=1)))
+        miss = Reply.ack(self.stats.take(ReplyStats(kv_lookup_misses=1)))
         if message.kind is not MessageKind.TRY_RESTORE_PREFILL_DECODE:
             await self._owe(miss)
             return
@@ -383,7 +384,7 @@ class Execution:
                 return  # it arrived as the lane ended, which has failed the place
             self._owed.remove(place)
             then()
-            place.set(Reply.ack(self._stats.take(reply.stats)))
+            place.set(Reply.ack(self.stats.take(reply.stats)))
 
         await downstream.send(message, on_ack=on_ack, on_queued=lambda: self._owed.append(place))
         await self._replies.put(place)

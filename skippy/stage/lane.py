@@ -40,6 +40,7 @@ class Lane:
         self.machine = LaneMachine(max(1, context.reply_credit))
         """What the lane is to whoever leases it; its credit window is this stage's window downstream."""
         self._execution = Execution(context, replies, self)
+        self.stats = self._execution.stats
         self.predictions = self._execution.predictions
         """What stage 0 is owed on this lane; unused on other stages."""
         self._downstream: Downstream | None = None

@@ -61,6 +61,18 @@ class LaneStats:
     def __init__(self, stage_index: int) -> None:
         self._stage_index = stage_index
         self._pending = EMPTY_STATS
+        self._request = EMPTY_STATS
+        self._times: Times | None = None
+
+    def measure(self, message: Message) -> Times | None:
+        """To be filled in while ``message`` is carried out; None where its kind is not observed."""
+        self._times = Times() if message.kind in OBSERVED else None
+        return self._times
+
+    def take_times(self) -> Times | None:
+        """How the time of the message that was carried out last was spent, where that was observed; once."""
+        times, self._times = self._times, None
+        return times
 
     def add(self, stats: ReplyStats) -> None:
         """Statistics of an acknowledgement that ends here."""
@@ -69,11 +81,18 @@ class LaneStats:
 
     def take(self, below: ReplyStats = EMPTY_STATS) -> ReplyStats:
         """All that is pending, merged with what a later stage's reply says; nothing is pending then."""
-        pending = self._pending
-        if pending is EMPTY_STATS:
+        pending, self._pending = self._pending, EMPTY_STATS
+        if pending is EMPTY_STATS and below is EMPTY_STATS:
             return below
-        self._pending = EMPTY_STATS
-        return merge(pending, below)
+        stats = below if pending is EMPTY_STATS else merge(pending, below)
+        if self._stage_index == 0:
+            self._request = merge(self._request, stats)
+        return stats
+
+    def take_request(self) -> ReplyStats:
+        """Stage 0: all that replies have carried since this was asked last."""
+        request, self._request = self._request, EMPTY_STATS
+        return request
 
     def complete(self, reply: Reply) -> Reply:
         """A reply that has come up to this stage, with what is pending here."""

@@ -77,7 +77,7 @@ async def chain(
         nursery = await stack.enter_async_context(trio.open_nursery())
         pool = LanePool(stage, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
-        yield stage, ChainGenerator(stage, pool, "toy", 64)
+        yield stage, ChainGenerator(stage, pool, "toy")
         nursery.cancel_scope.cancel()
 
 
@@ -237,7 +237,7 @@ async def test_a_last_stage_that_only_knows_the_ready_word(
         nursery.start_soon(peer)
         pool = LanePool(stage, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
-        generator = ChainGenerator(stage, pool, "toy", 64)
+        generator = ChainGenerator(stage, pool, "toy")
         request = GenerationRequest(prompt=PROMPT, max_tokens=1)
         if allowed:
             assert await generate(generator, request) == [65]

@@ -16,7 +16,7 @@ from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import ContextLengthExceeded, GenerationRequest, TooManyRequests
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import SamplingConfig
-from tests.support.cluster import LAYERS, Cluster, toy_cluster
+from tests.support.cluster import LAYERS, Cluster, fixed_chunks, toy_cluster
 
 PROMPT = [256, *b"the quick brown fox jumps over the lazy dog"]
 
@@ -42,7 +42,7 @@ async def generator_over(cluster: Cluster, lanes: int = 2, chunk: int = 7) -> As
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pool.serve)
         await pool.wait_ready()
-        yield ChainGenerator(cluster.first, pool, "toy", chunk)
+        yield ChainGenerator(cluster.first, pool, "toy", fixed_chunks(chunk))
         nursery.cancel_scope.cancel()
 
 

@@ -80,7 +80,7 @@ async def test_malformed_replies_cost_their_request_and_nothing_else(
     async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
         pool = LanePool(peer.stage, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
-        generator = ChainGenerator(peer.stage, pool, "toy", 64)
+        generator = ChainGenerator(peer.stage, pool, "toy")
 
         async def answer(data: bytes) -> None:
             lane = await peer.accept()

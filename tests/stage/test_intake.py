@@ -101,7 +101,7 @@ async def test_a_chain_that_skips_a_stage_gives_an_error_and_no_tokens(
         pool = LanePool(first, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
         with pytest.raises(ChainUnavailable):
-            await generate(ChainGenerator(first, pool, "toy", 64), REQUEST)
+            await generate(ChainGenerator(first, pool, "toy"), REQUEST)
         nursery.cancel_scope.cancel()
 
 

@@ -14,6 +14,7 @@ from skippy.engine.toy_vocabulary import TOY_TOKENS
 from skippy.frontend.driver import ChainGenerator, ChainStream
 from skippy.frontend.generation import ChainUnavailable, GenerationRequest
 from skippy.frontend.lanes import REPLY_TIMEOUT_SECS, LanePool, PooledLane
+from skippy.frontend.prefill import Prefill
 from skippy.protocol import (
     Message,
     MessageKind,
@@ -40,7 +41,7 @@ from skippy.stage.session import EngineCall, Predicted, StageSession
 from skippy.telemetry import NULL_TELEMETRY
 from tests.stage.test_chain import unsplit_tokens
 from tests.support.admission import lane_request
-from tests.support.cluster import toy_cluster
+from tests.support.cluster import fixed_chunks, toy_cluster
 from tests.support.dialing import dial_stage
 from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
 
@@ -62,7 +63,7 @@ async def check_serves(peer: ScriptedPeer, pool: LanePool) -> None:
     async with trio.open_nursery() as nursery:
         lane = await peer.accept()
         nursery.start_soon(serve_request, lane)
-        generator = ChainGenerator(peer.stage, pool, "toy", 64)
+        generator = ChainGenerator(peer.stage, pool, "toy")
         async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=2)) as stream:
             assert [token async for token in stream] == [65, 66]
 
@@ -99,7 +100,7 @@ async def leave_with_owed_prediction(peer: ScriptedPeer, pool: LanePool) -> tupl
     vocabulary = peer.stage.vocabulary
     assert vocabulary is not None
     request = GenerationRequest(prompt=PROMPT[:1], max_tokens=2)
-    stream = ChainStream(pooled, request, vocabulary, 64, NULL_TELEMETRY)
+    stream = ChainStream(pooled, request, vocabulary, Prefill(peer.stage, fixed_chunks(64)), NULL_TELEMETRY)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.__anext__)
         await lane.configure()
@@ -149,7 +150,8 @@ async def test_an_acknowledgement_that_arrives_as_the_lane_ends(
         pooled = await pool.lease()
         request = GenerationRequest(prompt=PROMPT, max_tokens=2)
         assert peer.stage.vocabulary is not None
-        stream = ChainStream(pooled, request, peer.stage.vocabulary, 64, NULL_TELEMETRY)
+        prefill = Prefill(peer.stage, fixed_chunks(64))
+        stream = ChainStream(pooled, request, peer.stage.vocabulary, prefill, NULL_TELEMETRY)
         async with trio.open_nursery() as requests:
 
             async def ask() -> None:
@@ -176,7 +178,7 @@ async def test_a_next_stage_that_takes_nothing_any_more(
         nursery.start_soon(pool.serve)
         lane = await peer.accept()
         started = trio.current_time()
-        generator = ChainGenerator(peer.stage, pool, "toy", 4)
+        generator = ChainGenerator(peer.stage, pool, "toy", fixed_chunks(4))
         prompt = [256, *b"abcd" * chunks]
         with trio.fail_after(REPLY_TIMEOUT_SECS * 2), pytest.raises(ChainUnavailable, match="within 300 s"):
             async with generator.generate(GenerationRequest(prompt=prompt, max_tokens=2)) as stream:
@@ -305,7 +307,7 @@ async def test_a_prediction_that_cannot_be_true_ends_the_lane(
     async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
         pool = LanePool(peer.stage, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
-        generator = ChainGenerator(peer.stage, pool, "toy", 64)
+        generator = ChainGenerator(peer.stage, pool, "toy")
         lane = await peer.accept()
 
         async def lie() -> None:
@@ -353,7 +355,7 @@ async def test_a_lane_that_ends_as_the_engine_is_done(
     async with toy_cluster(1, inline=True) as cluster, trio.open_nursery() as nursery:
         pool = LanePool(cluster.first, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
-        generator = ChainGenerator(cluster.first, pool, "toy", 64)
+        generator = ChainGenerator(cluster.first, pool, "toy")
         request = GenerationRequest(prompt=PROMPT, max_tokens=2)
         async with generator.generate(request) as stream:
             lane = stream._pooled.lane

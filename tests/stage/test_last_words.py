@@ -106,7 +106,7 @@ class DeafTransport(TcpTransport):
 
 
 async def ask(peer: ScriptedPeer, pool: LanePool) -> None:
-    generator = ChainGenerator(peer.stage, pool, "toy", 64)
+    generator = ChainGenerator(peer.stage, pool, "toy")
     async with generator.generate(REQUEST) as stream:
         await stream.__anext__()
 

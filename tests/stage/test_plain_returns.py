@@ -124,7 +124,7 @@ async def test_stage_zero_of_ours_before_a_plain_last_stage() -> None:
             pool = LanePool(peer.stage, 1, queue_limit=4)
             nursery.start_soon(pool.serve)
             await pool.wait_ready()
-            generator = ChainGenerator(peer.stage, pool, "toy", 64)
+            generator = ChainGenerator(peer.stage, pool, "toy")
             for _ in range(3):
                 async with generator.generate(
                     GenerationRequest(prompt=[256, 72, 73], max_tokens=3)

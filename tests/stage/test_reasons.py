@@ -119,7 +119,7 @@ async def test_the_last_stage_tells_stage_zero_itself() -> None:
                 await lane.returns.send([encode_reason(0, SettingsRefused("no such sampler"))])
 
             nursery.start_soon(fail)
-            generator = ChainGenerator(peer.stage, pool, "toy", 64)
+            generator = ChainGenerator(peer.stage, pool, "toy")
             with pytest.raises(InvalidSampling, match="no such sampler"):
                 await generate(generator, REQUEST)
             nursery.cancel_scope.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from skippy.config import PeerConfig, StageConfig, StageOptions, StagePlacement, StageTopology
+from skippy.config import OpenAIOptions, PeerConfig, StageConfig, StageOptions, StagePlacement, StageTopology
 from skippy.engine import StageEngine
 from skippy.engine.toy import ToyEngine
 from skippy.stage import Stage, open_stage
@@ -18,6 +18,11 @@ from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.telemetry import NULL_TELEMETRY, Telemetry
 
 LAYERS = 6
+
+
+def fixed_chunks(size: int) -> OpenAIOptions:
+    """An endpoint that cuts every prompt into chunks of ``size``."""
+    return OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_size=size)
 
 
 def toy_config(
