@@ -24,7 +24,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/nu
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
 	@echo "make test   lint, types, import rules and all tests"
-	@echo "make bench  measure the chain (ARGS=... for that), then the server against llama.cpp's"
+	@echo "make bench  measure the chain (ARGS=... for that), the server against llama.cpp's, hops and slow links"
 	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
 	@echo "also: lint types imports unit format docs clean"
 
@@ -50,6 +50,8 @@ unit: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-model
 	$(BIN)/python -m bench.chain $(ARGS)
 	$(BIN)/python -m bench.serving --quick
+	$(BIN)/python -m bench.hop --rounds 3
+	$(BIN)/python -m bench.wan --quick
 
 # The second half is coverage-guided and wants atheris, which is there for Linux. docs/fuzzing.md has figures.
 fuzz: $(VENV)/.stamp-dev
