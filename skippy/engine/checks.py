@@ -81,11 +81,15 @@ def check_batch(
     seen: set[int] = set()
     tokens: list[TokenArray | None] = []
     for segment in segments:
-        check_sequence(info, segment.sequence)
-        if segment.sequence in seen:
-            raise ValueError(f"sequence {segment.sequence} is in the batch twice")
-        seen.add(segment.sequence)
-        tokens.append(_check_segment(info, lengths[segment.sequence], segment))
+        sequence = segment.sequence
+        check_sequence(info, sequence)
+        if sequence in seen:
+            raise ValueError(f"sequence {sequence} is in the batch twice")
+        seen.add(sequence)
+        try:
+            tokens.append(_check_segment(info, lengths[sequence], segment))
+        except ValueError as error:
+            raise ValueError(f"sequence {sequence}: {error}") from None
         rows += segment.count
     if rows > info.max_batch:
         raise ValueError(f"batch of {rows} rows, at most {info.max_batch} fit")
@@ -117,28 +121,27 @@ def check_finite(segments: Sequence[Segment]) -> None:
 
 
 def _check_segment(info: EngineInfo, length: int, segment: Segment) -> TokenArray | None:
-    name = f"sequence {segment.sequence}"
     if segment.count < 1:
-        raise ValueError(f"{name}: segment of {segment.count} rows")
+        raise ValueError(f"segment of {segment.count} rows")
     if segment.position != length:
-        raise ValueError(f"{name}: position {segment.position}, but the sequence holds {length} positions")
+        raise ValueError(f"position {segment.position}, but the sequence holds {length} positions")
     if not 0 <= segment.logits <= segment.count:
-        raise ValueError(f"{name}: {segment.logits} rows of logits asked of {segment.count} rows")
+        raise ValueError(f"{segment.logits} rows of logits asked of {segment.count} rows")
     if segment.logits and not info.is_last:
-        raise ValueError(f"{name}: logits asked of a stage that is not the last")
+        raise ValueError("logits asked of a stage that is not the last")
     if (segment.tokens is None) == (segment.activation is None):
-        raise ValueError(f"{name}: exactly one of tokens and activation must be given")
+        raise ValueError("exactly one of tokens and activation must be given")
     if info.is_first != (segment.tokens is not None):
-        raise ValueError(f"{name}: a stage at layer {info.layer_start} takes " + _input_name(info))
+        raise ValueError(f"a stage at layer {info.layer_start} takes " + _input_name(info))
     if segment.tokens is not None:
         if len(segment.tokens) != segment.count:
-            raise ValueError(f"{name}: {len(segment.tokens)} tokens for {segment.count} rows")
+            raise ValueError(f"{len(segment.tokens)} tokens for {segment.count} rows")
         return token_array(segment.tokens, info.vocab_size)
     assert segment.activation is not None
     expected = segment.count * info.input_width * 4
     if segment.activation.nbytes != expected or not segment.activation.c_contiguous:
         raise ValueError(
-            f"{name}: activation of {segment.activation.nbytes} bytes, expected {expected} contiguous "
+            f"activation of {segment.activation.nbytes} bytes, expected {expected} contiguous "
             f"({segment.count} rows of {info.input_width} f32)"
         )
     return None

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from skippy.engine import EngineError, FloatArray, Segment
 from skippy.engine.llama.native import api
-from skippy.engine.llama.order import RowOrder, Run, plan_calls
+from skippy.engine.llama.order import RowOrder, plan_calls
 
 from .chains import Chain, Kind, bits
 from .conftest import OpenChain
@@ -204,25 +204,27 @@ def _split_equal(sequences: list[int], n_ubatch: int) -> list[int]:
 )
 def test_the_order_of_split_caches(batch: list[tuple[int, int]], n_ubatch: int) -> None:
     segments = [Segment(sequence, 0, count) for sequence, count in batch]
-    covered: list[tuple[int, int]] = []
+    starts = list(itertools.accumulate((segment.count for segment in segments), initial=0))
+    covered: list[int] = []
     for call in plan_calls(segments, RowOrder.EQUAL, n_ubatch):
-        assert len(call.segments) <= max(1, n_ubatch)
-        places = [(index, row) for index in call.segments for row in range(segments[index].count)]
-        native = [places[i] for i in _split_equal([segments[i].sequence for i, _ in places], n_ubatch)]
-        runs = [(run.segment, run.start + row) for run in call.runs for row in range(run.count)]
-        assert runs == native
+        assert len(call.segments) <= n_ubatch
+        given = [(i, starts[i] + row) for i in call.segments for row in range(segments[i].count)]
+        computed = _split_equal([segments[i].sequence for i, _ in given], n_ubatch)
+        runs = [row for start, count in call.runs for row in range(start, start + count)]
+        assert runs == [given[index][1] for index in computed]
         covered += runs
-    assert sorted(covered) == [(i, row) for i, s in enumerate(segments) for row in range(s.count)]
+    assert sorted(covered) == list(range(starts[-1]))
 
 
 def test_rows_of_a_shared_cache_keep_their_order() -> None:
     segments = [Segment(4, 0, 2), Segment(0, 9, 1), Segment(2, 3, 5)]
     (call,) = plan_calls(segments, RowOrder.BATCH, 2)
     assert list(call.segments) == [0, 1, 2]
-    assert list(call.runs) == [Run(0, 0, 2), Run(1, 0, 1), Run(2, 0, 5)]
+    assert call.runs == [(0, 8)]
 
 
 def test_single_rows_share_a_call_where_the_order_is_unknown() -> None:
     segments = [Segment(4, 0, 1), Segment(0, 9, 2), Segment(2, 3, 1), Segment(1, 1, 1)]
     calls = plan_calls(segments, RowOrder.UNKNOWN, 2)
     assert [list(call.segments) for call in calls] == [[3, 2], [0], [1]]
+    assert [call.runs for call in calls] == [[(4, 1), (3, 1)], [(0, 1)], [(1, 2)]]

@@ -14,10 +14,16 @@ from skippy.engine.checks import TokenArray
 from .native import address_of, api
 
 
+class _Fields(ctypes.Structure):
+    """The fields of ``llama_batch`` that change; pointers are plain integers, which are quick to set."""
+
+    _fields_ = [("n_tokens", ctypes.c_int32), ("token", ctypes.c_void_p), ("embd", ctypes.c_void_p)]
+
+
 class NativeBatch:
     """One reusable batch of at most ``rows`` rows, of any sequences.
 
-    The struct points at this object's arrays, and for a single segment at the caller's own rows.
+    The struct points at this object's arrays, and for a single segment at the caller's own activation.
 
     Args:
         rows: rows the arrays are made for.
@@ -37,21 +43,26 @@ class NativeBatch:
         self._sequence_pointers = pointers.astype(np.uintp)  # each row's cell of the array above
         self._all_outputs = all_outputs
         self._outputs = np.full(rows, all_outputs, dtype=np.int8)
-        self._rows: FloatArray = np.zeros(0, dtype=np.float32)  # activations that cannot be read in place
-        self._tokens: TokenArray = np.zeros(0, dtype=np.int32)
+        self._gathered: FloatArray = np.zeros(0, dtype=np.float32)
+        self._tokens: TokenArray = np.zeros(0 if width else rows, dtype=np.int32)
         self._batch: Any = api.llama_batch()
         batch = self._batch
         batch.pos = ctypes.cast(self._positions.ctypes.data, type(batch.pos))
         batch.n_seq_id = ctypes.cast(self._counts.ctypes.data, type(batch.n_seq_id))
         batch.seq_id = ctypes.cast(self._sequence_pointers.ctypes.data, type(batch.seq_id))
         batch.logits = ctypes.cast(self._outputs.ctypes.data, type(batch.logits))
-        self._token_pointer, self._row_pointer = type(batch.token), type(batch.embd)
+        self._fields = _Fields.from_buffer(batch)
+        if not width:
+            self._fields.token = self._tokens.ctypes.data
 
     def of_tokens(self, segments: Sequence[Segment], tokens: Sequence[TokenArray]) -> Any:
         """The batch for segments of token ids; valid until the next call."""
         self._fill(segments)
-        self._tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        self._batch.token = ctypes.cast(self._tokens.ctypes.data, self._token_pointer)
+        start = 0
+        for ids in tokens:
+            stop = start + len(ids)
+            self._tokens[start:stop] = ids
+            start = stop
         return self._batch
 
     def of_activations(self, segments: Sequence[Segment]) -> Any:
@@ -62,32 +73,36 @@ class NativeBatch:
         self._fill(segments)
         buffers = [segment.activation for segment in segments if segment.activation is not None]
         address = address_of(buffers[0]) if len(buffers) == 1 else 1
-        if address % 4:
-            address = self._gather(buffers)
-        self._batch.embd = ctypes.cast(address, self._row_pointer)
+        self._fields.embd = self._gather(buffers) if address % 4 else address
         return self._batch
 
     def _gather(self, buffers: Sequence[memoryview]) -> int:
         """Copy buffers one behind another; the address of the first."""
-        values = sum(buffer.nbytes for buffer in buffers) // 4
-        if self._rows.size < values:
-            self._rows = np.empty(values, dtype=np.float32)
-        start, target = 0, self._rows.view(np.uint8)
+        size = sum(buffer.nbytes for buffer in buffers)
+        if self._gathered.nbytes < size:
+            self._gathered = np.empty(size // 4, dtype=np.float32)
+        start, target = 0, self._gathered.data.cast("B")
         for buffer in buffers:
-            target[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
-            start += buffer.nbytes
-        return int(self._rows.ctypes.data)
+            stop = start + buffer.nbytes
+            target[start:stop] = buffer
+            start = stop
+        return int(self._gathered.ctypes.data)
 
     def _fill(self, segments: Sequence[Segment]) -> None:
         total = sum(segment.count for segment in segments)
-        self._batch.n_tokens = total
+        self._fields.n_tokens = total
         positions = self._positions[: total * self._sections].reshape(self._sections, total)
+        if total == len(segments):  # single rows: assigned at once
+            self._sequences[:total] = [segment.sequence for segment in segments]
+            positions[:] = [segment.position for segment in segments]
+            if not self._all_outputs:
+                self._outputs[:total] = [segment.logits for segment in segments]
+            return
         start = 0
         for segment in segments:
-            count = segment.count
-            stop = start + count
+            stop = start + segment.count
             self._sequences[start:stop] = segment.sequence
-            positions[:, start:stop] = self._counting[:count] + segment.position
+            positions[:, start:stop] = self._counting[: segment.count] + segment.position
             if not self._all_outputs:
                 self._outputs[start : stop - segment.logits] = 0
                 self._outputs[stop - segment.logits : stop] = 1

@@ -122,14 +122,15 @@ class LlamaEngine(StageEngine):
         check_finite(segments)
         self._logits = []
         calls = plan_calls(segments, self._order, self._ubatch)
-        logits: list[list[FloatArray]] = [[] for _ in segments]
+        logits: list[Sequence[FloatArray]] = [()] * len(segments)
         self._running.begin(segments)
         try:
             try:
                 for call in calls:
                     self._run(call, segments, tokens, output)
-                    # The next native decode overwrites llama.cpp's buffer.
-                    self._take_logits(call, segments, logits, copy=len(calls) > 1)
+                    if self._info.is_last:
+                        # The next native decode overwrites llama.cpp's buffer.
+                        self._take_logits(call, segments, logits, copy=len(calls) > 1)
             finally:
                 self._running.end()
         except BaseException:
@@ -157,7 +158,7 @@ class LlamaEngine(StageEngine):
             batch = self._batch.of_activations(part)
         boundary = None
         if self._tap is not None and output is not None:
-            boundary = BoundaryRows(call, segments, output, self._info.output_width)
+            boundary = BoundaryRows(call.runs, output, self._info.output_width)
             self._tap.arm(boundary.address, boundary.nbytes)
         code = api.llama_decode(self._context, batch)
         if code == _NO_SLOT:
@@ -173,7 +174,7 @@ class LlamaEngine(StageEngine):
         self,
         call: NativeCall,
         segments: Sequence[Segment],
-        logits: list[list[FloatArray]],
+        logits: list[Sequence[FloatArray]],
         *,
         copy: bool,
     ) -> None:

@@ -112,4 +112,6 @@ def metadata(model: int, key: str) -> str | None:
 
 def address_of(buffer: memoryview) -> int:
     """Address of a C-contiguous buffer's first byte; the caller keeps the buffer alive."""
+    if not buffer.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])

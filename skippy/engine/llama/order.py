@@ -7,7 +7,8 @@ in the order of the ubatches; logits come back in the order of the batch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -27,25 +28,17 @@ class RowOrder(enum.Enum):
 
 
 @attrs.frozen(slots=True)
-class Run:
-    """Rows that are computed one after another: ``count`` rows of segment ``segment`` from row ``start``."""
-
-    segment: int
-    start: int
-    count: int
-
-
-@attrs.frozen(slots=True)
 class NativeCall:
     """One ``llama_decode``.
 
     Attributes:
         segments: indices of the segments it carries, in the order they have in the native batch.
-        runs: the order in which their rows are computed.
+        runs: (first row, rows) of the whole batch, in the order in which they are computed; what follows
+            upon each other is one run.
     """
 
     segments: Sequence[int]
-    runs: Sequence[Run]
+    runs: Sequence[tuple[int, int]]
 
 
 def plan_calls(segments: Sequence[Segment], order: RowOrder, n_ubatch: int) -> list[NativeCall]:
@@ -56,27 +49,35 @@ def plan_calls(segments: Sequence[Segment], order: RowOrder, n_ubatch: int) -> l
         order: what the cache does.
         n_ubatch: rows that llama.cpp computes at once.
     """
+    total = sum(segment.count for segment in segments)
     if order is RowOrder.BATCH or len(segments) == 1:
-        whole = range(len(segments))
-        return [NativeCall(whole, [Run(i, 0, segments[i].count) for i in whole])]
+        return [NativeCall(range(len(segments)), [(0, total)])]
+    starts = list(itertools.accumulate((segment.count for segment in segments), initial=0))
     ascending = sorted(range(len(segments)), key=lambda index: segments[index].sequence)
-    if order is RowOrder.EQUAL:
-        # llama.cpp takes one row more than fits where there are more sequences than rows of a ubatch.
-        parts = [ascending[i : i + n_ubatch] for i in range(0, len(ascending), n_ubatch)]
-        return [NativeCall(part, _equal_runs(segments, part, n_ubatch)) for part in parts]
-    single = [index for index in ascending if segments[index].count == 1]
-    parts = [single[i : i + n_ubatch] for i in range(0, len(single), n_ubatch)]
-    parts += [[index] for index in ascending if segments[index].count > 1]
-    return [NativeCall(part, [Run(i, 0, segments[i].count) for i in part]) for part in parts]
+    alone: list[int] = []
+    if order is RowOrder.UNKNOWN:
+        alone = [index for index in ascending if segments[index].count > 1]
+        ascending = [index for index in ascending if segments[index].count == 1]
+    calls = []
+    # llama.cpp takes one row more than fits where there are more sequences than rows of a ubatch.
+    for first in range(0, len(ascending), n_ubatch):
+        part = ascending[first : first + n_ubatch]
+        if total == len(segments) or order is RowOrder.UNKNOWN:
+            runs = _joined((starts[index], 1) for index in part)
+        else:
+            runs = _joined(_equal_runs(segments, part, starts, n_ubatch))
+        calls.append(NativeCall(part, runs))
+    return calls + [NativeCall([index], [(starts[index], segments[index].count)]) for index in alone]
 
 
-def _equal_runs(segments: Sequence[Segment], part: Sequence[int], n_ubatch: int) -> list[Run]:
+def _equal_runs(
+    segments: Sequence[Segment], part: Sequence[int], starts: Sequence[int], n_ubatch: int
+) -> Iterable[tuple[int, int]]:
     """The runs of ``llama_batch_allocr::split_equal`` with sequential ids, for ascending segments.
 
     A ubatch takes the first sequence that has rows left and those that follow it without a gap, and from each
     the same number of rows: as many as the shortest has left, as long as all of them fit.
     """
-    runs: list[Run] = []
     left = list(part)
     done = dict.fromkeys(part, 0)
     while left:
@@ -87,7 +88,16 @@ def _equal_runs(segments: Sequence[Segment], part: Sequence[int], n_ubatch: int)
         count = min(segments[index].count - done[index] for index in group)
         count = min(count, max(1, n_ubatch // len(group)))
         for index in group:
-            runs.append(Run(index, done[index], count))
+            yield starts[index] + done[index], count
             done[index] += count
         left = [index for index in left if done[index] < segments[index].count]
-    return runs
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, count in runs:
+        if joined and start == sum(joined[-1]):
+            joined[-1] = (joined[-1][0], joined[-1][1] + count)
+        else:
+            joined.append((start, count))
+    return joined
