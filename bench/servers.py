@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import attrs
@@ -57,6 +57,19 @@ class Server:
     def memory_bytes(self) -> int:
         """Resident memory of all its processes."""
         return sum(process.memory_info().rss for process in self.processes())
+
+
+def completion_body(server: Server, prompt: str, tokens: int) -> dict[str, Any]:
+    """A greedy stream of ``tokens`` tokens, no fewer where the server can be told so."""
+    return {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **server.extra,
+    }
 
 
 def skippy_command(

@@ -26,7 +26,7 @@ from .common import BenchError, Report, in_turn, machine, parser, require_same_o
 from .engine_arm import EngineArm
 from .load import Job, LoadProcess, Outcome
 from .prompts import CERTAIN, cold_prompt
-from .servers import Server, llama_cpp_python_server, llamacpp_server, skippy_server
+from .servers import Server, completion_body, llama_cpp_python_server, llamacpp_server, skippy_server
 from .serving_report import Levels, Sample, report
 
 SHORT_WORDS = 24
@@ -73,22 +73,10 @@ class Arm:
 
 def server_arm(server: Server, load: LoadProcess) -> Arm:
     def run(prompts: Sequence[Sequence[str]], tokens: int) -> list[Outcome]:
-        clients = [[request_body(server, prompt, tokens) for prompt in row] for row in prompts]
+        clients = [[completion_body(server, prompt, tokens) for prompt in row] for row in prompts]
         return load.run(Job(host=server.host, port=server.port, clients=clients))
 
     return Arm(server.name, run, server.cpu_seconds, 1 if server.sequential else 1_000)
-
-
-def request_body(server: Server, prompt: str, tokens: int) -> dict[str, Any]:
-    return {
-        "model": server.model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **server.extra,
-    }
 
 
 def engine_arm(engine: EngineArm) -> Arm:
