@@ -36,6 +36,7 @@ from skippy.frontend.generation import GenerationRequest
 from skippy.frontend.lanes import LanePool
 from skippy.models import SliceInfo, ensure_slice
 from skippy.stage.links import TcpTransport, Transport
+from skippy.telemetry import NULL_TELEMETRY, Telemetry
 from skippy.topology import make_stage_configs, make_topology, plan_even
 
 from .slow_links import SlowTransport
@@ -136,7 +137,7 @@ def make_engine(config: StageConfig, *, layers: int, width: int) -> StageEngine:
 
 @contextlib.asynccontextmanager
 async def open_stage(
-    config: StageConfig, topology: StageTopology, spec: ChainSpec
+    config: StageConfig, topology: StageTopology, spec: ChainSpec, telemetry: Telemetry = NULL_TELEMETRY
 ) -> AsyncIterator[embed.Stage]:
     """One stage of the chain, in this process."""
     factory = None
@@ -148,7 +149,12 @@ async def open_stage(
             transport = SlowTransport(TcpTransport(), spec.wire, nursery)
         options = StageOptions(telemetry_level="off")
         async with embed.open_stage(
-            config, topology, options, engine_factory=factory, transport=transport
+            config,
+            topology,
+            options,
+            engine_factory=factory,
+            transport=transport,
+            telemetry=telemetry,
         ) as stage:
             yield stage
         nursery.cancel_scope.cancel()
@@ -157,6 +163,20 @@ async def open_stage(
 @contextlib.asynccontextmanager
 async def open_chain(spec: ChainSpec) -> AsyncIterator[RunningChain]:
     """The chain, ready, for the length of the block."""
+    async with open_lanes(spec) as (stage, pool):
+        chunks = OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_size=spec.chunk)
+        yield RunningChain(spec, ChainGenerator(stage, pool, "bench", chunks))
+
+
+@contextlib.asynccontextmanager
+async def open_lanes(
+    spec: ChainSpec, telemetry: Telemetry = NULL_TELEMETRY
+) -> AsyncIterator[tuple[embed.Stage, LanePool]]:
+    """Stage 0 of the chain, with its lanes connected, for the length of the block.
+
+    Args:
+        telemetry: of stage 0.
+    """
     ranges = plan_even(spec.layers, spec.stages)
     if spec.model is not None:
         for part in ranges:
@@ -174,14 +194,13 @@ async def open_chain(spec: ChainSpec) -> AsyncIterator[RunningChain]:
     async with contextlib.AsyncExitStack() as stack:
         for config in configs[1:]:
             await stack.enter_async_context(_stage_process(config, topology, spec))
-        stage = await stack.enter_async_context(open_stage(configs[0], topology, spec))
+        stage = await stack.enter_async_context(open_stage(configs[0], topology, spec, telemetry))
         pool = LanePool(stage, spec.lanes, queue_limit=spec.lanes)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pool.serve)
             with trio.fail_after(READY_SECS):
                 await pool.wait_ready()
-            chunks = OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_size=spec.chunk)
-            yield RunningChain(spec, ChainGenerator(stage, pool, "bench", chunks))
+            yield stage, pool
             nursery.cancel_scope.cancel()
 
 

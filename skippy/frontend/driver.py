@@ -36,7 +36,11 @@ _DECODE_STATE = default_state(MessageKind.DECODE_EMBD)
 
 
 class ChainGenerator:
-    """Serves generations over a lane pool. Implements :class:`skippy.frontend.generation.Generator`."""
+    """Serves generations over a lane pool. Implements :class:`skippy.frontend.generation.Generator`.
+
+    Attributes:
+        prefill: how prompts are cut, and what they have taught.
+    """
 
     def __init__(
         self, stage: Stage, pool: LanePool, model_id: str, options: OpenAIOptions | None = None
@@ -48,8 +52,8 @@ class ChainGenerator:
         self._pool = pool
         self._model_id = model_id
         self._vocabulary = vocabulary
-        self._prefill = Prefill(stage, options or OpenAIOptions())
-        pool.on_request_over = self._prefill.learn
+        self.prefill = Prefill(stage, options or OpenAIOptions())
+        pool.on_request_over = self.prefill.learn
 
     @property
     def model_id(self) -> str:
@@ -81,7 +85,7 @@ class ChainGenerator:
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
             pooled = await self._pool.lease()
         try:
-            stream = ChainStream(pooled, request, self._vocabulary, self._prefill, telemetry)
+            stream = ChainStream(pooled, request, self._vocabulary, self.prefill, telemetry)
             with telemetry.span(
                 names.STAGE_OPENAI_DECODE, level=Level.SUMMARY, prompt_token_count=count
             ) as span:
@@ -91,7 +95,7 @@ class ChainGenerator:
                     span["completion_token_count"] = stream.generated
                     span["finish_reason"] = stream.finish_reason
         finally:
-            self._prefill.ended(pooled)
+            self.prefill.ended(pooled)
             pooled.give_back()
 
 
