@@ -22,6 +22,7 @@ from skippy.topology import (
 )
 
 from .errors import SettingError
+from .flags import warm_preconnect
 from .launch import Chain, Child
 from .progress import SliceProgress
 from .sockets import endpoint_of, listen_on
@@ -136,6 +137,7 @@ def _describe(
         topology=topology,
         options=StageOptions(
             link_token=secrets.token_urlsafe(32),
+            warm_preconnect=warm_preconnect(),
             downstream_connect_timeout_secs=START_TIMEOUT_SECONDS,
             telemetry_level=options.telemetry_level,  # type: ignore[arg-type]  # click.Choice has checked it
         ),

@@ -20,7 +20,7 @@ from .demo import DemoOptions, prepare
 from .ending import ending_in_order
 from .launch import Chain, run_chain
 from .progress import SliceProgress
-from .serve import Terminal, refuse_environment
+from .serve import Terminal
 from .serving import run_until_signal, serve_one
 from .sockets import url_host
 
@@ -70,7 +70,6 @@ def run(context: click.Context, /, config_path: Path | None, **values: Any) -> N
 
     Without --config: finds a model, cuts it, starts one process per stage, and serves OpenAI.
     """
-    refuse_environment()
     foreign = DEMO_ONLY if config_path is not None else STAGE_ONLY
     for parameter in context.command.params:
         if (

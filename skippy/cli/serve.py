@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from skippy.config import OpenAIOptions
 from . import flags
 from .errors import SettingError
 from .serving import serve_one
-
-WARM_PRECONNECT = "SKIPPY_BINARY_WARM_PRECONNECT"
-
-
-def refuse_environment() -> None:
-    """Refuse environment variables that ask for features that do not exist yet."""
-    if os.environ.get(WARM_PRECONNECT, "").lower() in ("1", "true", "yes", "on"):
-        raise SettingError(f"{WARM_PRECONNECT}: connecting ahead of need is not available yet; unset it")
 
 
 class Terminal:
@@ -72,7 +63,6 @@ def serve_binary(
     **values: Any,
 ) -> None:
     """Run one stage; a stage 0 with --openai-bind-addr also serves OpenAI."""
-    refuse_environment()
     config, topology = flags.read_stage(config_path, topology_path, bind_addr)
     openai = openai_from_flags(openai_bind_addr or OpenAIOptions().bind_addr, values)
     options = flags.stage_options(**values)
@@ -110,7 +100,6 @@ def serve_openai(
     **values: Any,
 ) -> None:
     """Run a stage 0 and serve OpenAI."""
-    refuse_environment()
     config, topology = flags.read_stage(config_path, topology_path)
     openai = flags.check_openai(config, openai_from_flags(bind_addr, values))
     options = flags.stage_options(downstream_connect_timeout_secs=startup_timeout_secs, **values)

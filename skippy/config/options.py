@@ -50,6 +50,11 @@ class StageOptions:
     downstream_connect_timeout_secs: int = key(
         "How long to try to reach the stage after this one.", default=60
     )
+    warm_preconnect: bool = key(
+        "Keep one connection to the stage after this one ready, for the next lane that needs one; commands "
+        "take it from SKIPPY_BINARY_WARM_PRECONNECT.",
+        default=False,
+    )
     link_token: str | None = key(
         "Secret that stages show each other, 1 to 64 bytes; null: none is asked for.",
         default=None,

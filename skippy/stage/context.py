@@ -12,10 +12,11 @@ from skippy.engine import EngineInfo
 from skippy.telemetry import Telemetry, get_logger
 
 from .admission import StageAdmission
-from .dialing import DialWatch
+from .dialing import Admitted, DialWatch, dial_admitted
 from .errors import StageStartError
 from .links import Transport
 from .memory import FrameBudget
+from .preconnect import WarmSlot
 from .returns import ReturnHub
 from .scheduler import Scheduler
 
@@ -50,6 +51,7 @@ class StageContext:
         return_endpoint: where the last stage finds stage 0; None on every other stage and in a chain of one.
         frame_budget: memory for received frames, shared by all connections.
         max_activation_bytes: largest activation one frame may carry into this stage.
+        warm: a connection to the next stage that waits to be used, where the options ask for one.
         connection_numbers: a number for each lane, for messages and telemetry.
     """
 
@@ -66,6 +68,7 @@ class StageContext:
     max_activation_bytes: int
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     downstream_watch: DialWatch = attrs.field(factory=DialWatch)
+    warm: WarmSlot = attrs.field(factory=WarmSlot)
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
 
     @property
@@ -86,6 +89,25 @@ class StageContext:
     def token(self) -> bytes | None:
         token = self.options.link_token
         return None if token is None else token.encode()
+
+    async def dial_downstream(self, *, watch: DialWatch | None = None) -> Admitted:
+        """A connection to the next stage, which must be there; as :func:`dial_admitted`, which it raises.
+
+        Args:
+            watch: is told how it goes; None makes a single attempt, of which nobody is told.
+        """
+        assert self.downstream is not None
+        return await dial_admitted(
+            self.downstream_transport,
+            self.downstream,
+            token=self.token,
+            source_host=self.source_host,
+            timeout_secs=self.options.downstream_connect_timeout_secs,
+            request=self.admission.downstream,
+            allow_plain=self.options.allow_plain_generation_8,
+            retry=watch is not None,
+            watch=watch,
+        )
 
     @property
     def reply_credit(self) -> int:

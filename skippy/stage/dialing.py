@@ -19,6 +19,11 @@ RETRY_PAUSE_SECS = 0.1
 MAX_RETRY_PAUSE_SECS = 1.0
 
 
+Admitted = tuple[Link, tuple[str, ...] | None]
+"""A link and the extensions that were agreed; None in their place for a peer that was asked for nothing and
+only knows the ready word."""
+
+
 class _Refused(Exception):
     """The stage answered, and does not want this one."""
 
@@ -71,11 +76,8 @@ async def dial_admitted(
     allow_plain: bool = False,
     retry: bool = True,
     watch: DialWatch | None = None,
-) -> tuple[Link, tuple[str, ...] | None]:
+) -> Admitted:
     """A connection to the stage at ``endpoint`` that has said it is ready and admitted this stage.
-
-    Returns the link and the extensions that were agreed; None in their place for a peer that was asked for
-    nothing and only knows the ready word.
 
     Tries again, with growing pauses, until ``timeout_secs`` have passed (connecting and readiness together);
     with ``retry`` false only once. A stage that is still loading accepts and stays silent: that wait counts

@@ -16,7 +16,6 @@ from skippy.protocol import ANNEX_EXTENSION, WAVES_EXTENSION, Lane as LaneMachin
 from skippy.telemetry import names
 
 from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext, log
-from .dialing import dial_admitted
 from .downstream import Downstream
 from .errors import LaneLost, RequestFailed, StageError
 from .execution import Execution
@@ -88,15 +87,8 @@ class Lane:
         context = self._context
         if context.downstream is None:
             return None
-        link, agreed = await dial_admitted(
-            context.downstream_transport,
-            context.downstream,
-            token=context.token,
-            source_host=context.source_host,
-            timeout_secs=context.options.downstream_connect_timeout_secs,
-            request=context.admission.downstream,
-            allow_plain=context.options.allow_plain_generation_8,
-            watch=context.downstream_watch,
+        link, agreed = await context.warm.take() or await context.dial_downstream(
+            watch=context.downstream_watch
         )
         if agreed is None:
             self.meet_plain_peer()

@@ -108,11 +108,14 @@ async def open_stage(
         # requests with a word about the shutdown, not about a lost stage.
         scope = trio.CancelScope(shield=True)
 
-        async def accept() -> None:
+        async def serve() -> None:
             with scope:
-                await serve_listener(context, listener)
+                async with trio.open_nursery() as services:
+                    services.start_soon(serve_listener, context, listener)
+                    if options.warm_preconnect and context.downstream is not None:
+                        services.start_soon(context.warm.serve, context.dial_downstream)
 
-        nursery.start_soon(accept)
+        nursery.start_soon(serve)
         try:
             yield stage
         finally:

@@ -222,13 +222,27 @@ def test_topology_that_does_not_fit(capsys: Capture, stage_file: Path, tmp_path:
     assert outcome.err == "error: model_id: the stage says 'model', the topology says 'other'\n"
 
 
-def test_environment_of_a_missing_feature(
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, False), ("", False), (" ", False), ("off", False), ("0", False), ("Yes", True), (" TRUE ", True)],
+)
+def test_connecting_ahead_of_need(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool) -> None:
+    monkeypatch.delenv("SKIPPY_BINARY_WARM_PRECONNECT", raising=False)
+    if text is not None:
+        monkeypatch.setenv("SKIPPY_BINARY_WARM_PRECONNECT", text)
+    assert stage_options().warm_preconnect is expected
+
+
+def test_an_environment_that_says_nothing_clear(
     capsys: Capture, stage_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SKIPPY_BINARY_WARM_PRECONNECT", "Yes")
+    monkeypatch.setenv("SKIPPY_BINARY_WARM_PRECONNECT", "maybe")
     outcome = run_cli(capsys, "serve-binary", "--config", stage_file)
     assert outcome.code == 2
-    assert outcome.err.startswith("error: SKIPPY_BINARY_WARM_PRECONNECT: ")
+    assert outcome.err == (
+        "error: SKIPPY_BINARY_WARM_PRECONNECT: is 'maybe', must be one of 1, true, yes, on "
+        "or 0, false, no, off\n"
+    )
 
 
 @pytest.mark.parametrize(
