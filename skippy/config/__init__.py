@@ -11,6 +11,7 @@ from .links import check_links
 from .options import OpenAIOptions, StageOptions, WireConditions
 from .stage import PeerConfig, StageConfig
 from .structure import from_json_value, to_json_value
+from .switches import switched_on
 from .topology import StagePlacement, StageTopology, check_against_topology
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "load_stage_config",
     "load_topology",
     "stage_config_from_json",
+    "switched_on",
     "to_json_value",
     "topology_from_json",
 ]

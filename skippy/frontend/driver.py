@@ -11,16 +11,12 @@ import attrs
 from skippy.config import OpenAIOptions
 from skippy.engine import Vocabulary
 from skippy.protocol import (
-    FinishHint,
-    Message,
-    MessageKind,
     PositionLogProbabilities,
-    StageState,
-    default_state,
 )
 from skippy.stage import LaneLost, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
+from .decoding import DecodeLoop
 from .generation import (
     ChainUnavailable,
     ContextLengthExceeded,
@@ -31,8 +27,6 @@ from .generation import (
 )
 from .lanes import LanePool, PooledLane
 from .prefill import Prefill
-
-_DECODE_STATE = default_state(MessageKind.DECODE_EMBD)
 
 
 class ChainGenerator:
@@ -92,6 +86,7 @@ class ChainGenerator:
                 try:
                     yield stream
                 finally:
+                    stream.stop()
                     span["completion_token_count"] = stream.generated
                     span["finish_reason"] = stream.finish_reason
         finally:
@@ -117,13 +112,12 @@ class ChainStream:
         self._telemetry = telemetry
         self._request_id = secrets.randbits(64) or 1
         self._session_id = secrets.randbits(64) or 1
-        self._current: int | None = None
+        self._prefilled = False
         self._finish_reason: FinishReason | None = None
         self._logprobs: PositionLogProbabilities | None = None
-        self._complete = False
-        """The last stage has said that nothing may follow."""
         self.generated = 0
         pooled.request = (self._request_id, self._session_id)
+        self._decoding = DecodeLoop(pooled, request, vocabulary, pooled.request, telemetry)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -137,68 +131,25 @@ class ChainStream:
         return self
 
     async def __anext__(self) -> int:
-        if self._finish_reason is None and self.generated >= self._request.max_tokens:
-            self._finish_reason = "length"
-        if self._finish_reason is not None:
-            raise StopAsyncIteration
         try:
-            if self._current is None:
+            if not self._prefilled:
                 await self._prefill.run(self._pooled, self._request)
-                self._current = self._request.prompt[-1]
-            with self._telemetry.span(
-                names.STAGE_OPENAI_DECODE_TOKEN, request_id=self._request_id, decode_step=self.generated
-            ):
-                token = await self._decode(self._current)
+                self._prefilled = True
+                self._decoding.begin()
+            step = await self._decoding.next()
         except SettingsRefused as exc:
             raise InvalidSampling(str(exc)) from exc
         except LaneLost as exc:
             raise ChainUnavailable(f"a stage of the chain was lost: {exc}") from exc
         except StageError as exc:
             raise GenerationError(str(exc)) from exc
-        if self._vocabulary.is_end_of_generation(token) and not self._ignores_eos:
-            self._finish_reason = "stop"
+        if step is None:
+            self._finish_reason = self._decoding.finish_reason
             raise StopAsyncIteration
-        if self._complete:
-            self._finish_reason = "stop"
-        self._current = token
+        token, self._logprobs = step
         self.generated += 1
         return token
 
-    @property
-    def _ignores_eos(self) -> bool:
-        return self._request.sampling is not None and self._request.sampling.ignores_eos
-
-    async def _decode(self, token: int) -> int:
-        count, step = len(self._request.prompt), self.generated
-        # Spelled out: this runs for every token.
-        state = StageState(
-            phase=_DECODE_STATE.phase, prompt_token_count=count, decode_step=step, current_token=token
-        )
-        message = Message(
-            MessageKind.DECODE_EMBD,
-            state,
-            pos_start=count - 1 + step,
-            token_count=1,
-            request_id=self._request_id,
-            session_id=self._session_id,
-            tokens=(token,),
-        )
-        place = await self._pooled.handle(message)
-        prediction = await place.wait()
-        if prediction.predicted < 0:
-            raise self._lose("the last stage predicted nothing")
-        if place.annex is not None:
-            self._complete = place.annex.finish_hint is FinishHint.MUST_END
-        if self._request.top_logprobs is not None:
-            scores = () if place.annex is None else place.annex.log_probabilities
-            wanted = min(self._request.top_logprobs, self._vocabulary.size)
-            if [(s.chosen.token, len(s.top)) for s in scores] != [(prediction.predicted, wanted)]:
-                raise self._lose("the last stage did not send the log-probabilities that were asked for")
-            self._logprobs = scores[0]
-        return prediction.predicted
-
-    def _lose(self, reason: str) -> LaneLost:
-        """End a lane whose last stage does not answer what was asked: its next answer is worth no more."""
-        lost = LaneLost(reason)
-        self._pooled.lane.fail(lost)
-        return lost
+    def stop(self) -> None:
+        """Begin no further decode step. Never waits."""
+        self._decoding.stop()

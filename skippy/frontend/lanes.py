@@ -73,6 +73,10 @@ class PooledLane:
         await self.lane.handle(message)
         return self.replies.take()
 
+    def handle_now(self, message: Message) -> PendingReply | None:
+        """:meth:`handle` for a decode step that nothing has to be waited for; None where it is not one."""
+        return self.replies.take() if self.lane.handle_now(message) else None
+
 
 class LanePool:
     """Keeps ``size`` lanes connected; each is replaced when it fails.

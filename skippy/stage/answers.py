@@ -77,6 +77,11 @@ class Answers:
         """Whether an annex may go with a prediction."""
         return self._upstream.annexed if self._stream is None else self._stream.annexed
 
+    @property
+    def stay_here(self) -> bool:
+        """Whether this stage is all of the chain, so that no stream is ever opened."""
+        return self._context.return_endpoint is None
+
     async def send(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         """Send a prediction, or what stands for one; waits for room."""
         if self._stream is not None:

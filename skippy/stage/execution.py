@@ -30,16 +30,16 @@ from .answers import Answers
 from .context import StageContext
 from .downstream import Downstream
 from .errors import RequestFailed, StageError
-from .express import Express, always, decode_span, prediction_frame, timed
+from .express import Express, Frame, decode_span, prediction_frame, reported
 from .framing import allocate
 from .intake import ONE_TOKEN, RESTORES, check_data, check_restore, wave_of
 from .interfaces import LaneTasks, ReplySink
 from .predictions import Predictions
 from .queues import PendingReply
-from .runtime import Started
-from .session import Predicted, StageSession
+from .session import Predicted, Sink, StageSession
 from .settings import parse_metadata
 from .statistics import LaneStats, Times, microseconds
+from .work import Work
 
 
 class Execution:
@@ -66,7 +66,7 @@ class Execution:
         self.stats = LaneStats(context.stage_index)
         self._answers = Answers(context, replies, lane.start)
         self.tell_why = self._answers.tell_why
-        self._started: Started | None = None
+        self._started: Work | None = None
         """The frame handled last, if :meth:`start_decode` took it: perhaps still with the engine."""
         self._owed: deque[PendingReply] = deque()
         self.predictions = Predictions(context.hub, context.info.vocab_size, self._windows, lane.lose)
@@ -144,22 +144,30 @@ class Execution:
         session = await self._ensure_session()
         downstream = self.downstream
         output = allocate(message.token_count * context.info.output_width * 4) if downstream else None
-        compute = await session.prepare(message, output)
-        if compute is None:
+        outcome: list[Predicted] = []
+
+        def keep(predicted: Predicted, _: Work) -> bool:
+            outcome.append(predicted)
+            return True
+
+        work = await session.prepare(message, output, keep)
+        if work is None:
             await self._skip(message)
             return
+        work.wave, work.forms_waves = wave, self._forms_waves(message)
         times = self.stats.measure(message)
-        if times is not None:
-            compute = times.computing(compute)
         place = self._place_for(message, times)
-        with decode_span(context.telemetry, message):
-            predicted = await session.run(compute)
+        with decode_span(context.telemetry, message) as span:
+            await session.run(work)
+            span["compute_ms"], span["decode_batch_size"] = work.compute_us / 1000, work.batch_size
+        if times is not None:
+            times.compute_us = work.compute_us
         if downstream is None or output is None:
             if times is not None:
                 self.stats.observe(message, times, sent=False)
-            await self._answer(session, message, predicted)
+            await self._answer(session, message, outcome[0])
         else:
-            frame = downstream.with_wave(message.forwarded(context.stage_index, output), wave)
+            frame = downstream.with_wave(message.forwarded(context.stage_index, output), work.wave)
             await self._forward(downstream, frame, place, times)
         if place is not None:
             await self._replies.put(place)
@@ -179,8 +187,11 @@ class Execution:
             or session is None
             or session.is_stale(message)
             or session.wants_settings(message)
-            or session.scores
         ):
+            return False
+        if downstream is None and self._answers.stay_here:
+            return not self._replies.full and self._start_local(session, message)
+        if session.scores:
             return False
         is_ours = downstream is not None and context.stage_index == 0  # so the prediction comes back here
         if is_ours and self._replies.full:
@@ -189,31 +200,72 @@ class Execution:
         if reservation is None:
             return False
         self._machine.receive(message)
-        info = context.info
-        check_data(message, context.stage_index, info.max_batch)
+        check_data(message, context.stage_index, context.info.max_batch)
         wave = wave_of(message) if self.waves else None
-        output: memoryview | None = None
-        frame: Callable[[Predicted], Sequence[Buffer]] = prediction_frame
-        if downstream is None:
-            stats = self.stats.take()
-            if stats is not EMPTY_STATS:
-                frame = functools.partial(prediction_frame, stats=stats)
-        else:
-            output = allocate(message.token_count * info.output_width * 4)
-            # The header only refers to the activation, which the engine is about to compute.
-            buffers = encode_forwarded(message, context.stage_index, output, info.output_width)
-            set_seq_id(buffers[0], downstream.wave_word(wave))
-            frame = always(buffers)
-        compute = session.prepare_now(message, output)
+        output, frame = self._frame_to_come(message)
+        express = Express(reservation, frame, self._lane.fail_for)
+        work = session.prepare_now(message, output, self._reported(express.sink, message), express.settle)
+        work.wave, work.forms_waves = wave, self._forms_waves(message)
         place = self._place_for(message, None)
         if place is not None:
             self.predictions.keep(message.kind, place)
             self._replies.put_nowait(place)
-        if context.telemetry.enabled(Level.DEBUG):
-            compute = timed(compute, context.telemetry, message)
-        express = Express(reservation, compute, frame, self._lane.fail_for)
-        self._started = session.start(express.call, express.settle)
+        self._started = work
+        session.start(work)
         return True
+
+    def _frame_to_come(self, message: Message) -> tuple[memoryview | None, Frame]:
+        """The buffer for the boundary of a one-token frame, and what is sent once its row has run."""
+        downstream, info = self.downstream, self._context.info
+        if downstream is None:
+            stats = self.stats.take()
+            if stats is EMPTY_STATS:
+                return None, prediction_frame
+            return None, functools.partial(prediction_frame, stats=stats)
+        output = allocate(message.token_count * info.output_width * 4)
+        # The header only refers to the activation, which the engine is about to compute.
+        buffers = encode_forwarded(message, self._context.stage_index, output, info.output_width)
+
+        def frame(_: Predicted, work: Work) -> Sequence[Buffer]:
+            set_seq_id(buffers[0], downstream.wave_word(work.wave))
+            return buffers
+
+        return output, frame
+
+    def _start_local(self, session: StageSession, message: Message) -> bool:
+        """As :meth:`start_decode`, where this stage is all of the chain: the reply goes to the sink."""
+        self._machine.receive(message)
+        check_data(message, self._context.stage_index, self._context.info.max_batch)
+        place = PendingReply()
+        outcome: list[Predicted] = []
+
+        def sink(predicted: Predicted, _: Work) -> bool:
+            outcome.append(predicted)
+            return True
+
+        def settle(error: Exception | None) -> None:
+            if error is not None:
+                self._lane.fail_for(error)
+            elif self._machine.state is not UpstreamState.CLOSED:  # which has failed the place
+                self._owed.remove(place)
+                predicted = outcome[0]
+                assert isinstance(predicted, int)
+                place.set(Reply.predicted_token(predicted, self.stats.take()), session.take_annex())
+
+        work = session.prepare_now(message, None, self._reported(sink, message), settle)
+        self._owed.append(place)
+        self._replies.put_nowait(place)
+        self._started = work
+        session.start(work)
+        return True
+
+    def _reported(self, sink: Sink, message: Message) -> Sink:
+        telemetry = self._context.telemetry
+        return reported(sink, telemetry, message) if telemetry.enabled(Level.DEBUG) else sink
+
+    def _forms_waves(self, message: Message) -> bool:
+        """Whether stage 0 may compute this row together with those of other lanes, as a wave."""
+        return self.downstream is not None and not self._context.stage_index and message.kind in ONE_TOKEN
 
     def _place_for(self, message: Message, times: Times | None) -> PendingReply | None:
         """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
@@ -398,6 +450,11 @@ class Execution:
         if self._session is None:
             self._session = await StageSession.open(self._context.scheduler, self._windows)
         return self._session
+
+    def pause(self) -> None:
+        """Batches must not wait for the session's next step. Never waits."""
+        if self._session is not None:
+            self._session.pause()
 
     def drop_session(self) -> bool:
         """Give the session's sequence back; False when there was none. Never waits."""

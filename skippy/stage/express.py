@@ -8,53 +8,42 @@ it with the next message. All that does not fit this case takes the ordinary way
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from skippy.engine import StageEngine
 from skippy.protocol import EMPTY_STATS, Buffer, Message, Reply, ReplyStats, encode_reply
-from skippy.telemetry import Span, Telemetry, names
+from skippy.telemetry import Level, Span, Telemetry, names
 
-from .session import EngineCall, Predicted
+from .session import Predicted, Sink
+from .work import Work
 from .writer import Reservation
 
-_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+Frame = Callable[[Predicted, Work], Sequence[Buffer]]
+"""What to send once a work's rows have run."""
 
 
 class Express:
-    """One frame on its way past the writer: the two halves of a :class:`skippy.stage.runtime.Started`.
+    """One frame on its way past the writer: what follows a :class:`skippy.stage.work.Work`.
 
     Args:
         reservation: the right to send, released by :meth:`settle`.
-        compute: the engine call; gives a token where the stage is the last.
-        frame: what to send for the token.
-        on_error: told when the call or the sending failed.
+        frame: what to send.
+        on_error: told when the rows or the sending failed.
     """
 
-    __slots__ = ("_compute", "_frame", "_on_error", "_reservation")
+    __slots__ = ("_frame", "_on_error", "_reservation")
 
-    def __init__(
-        self,
-        reservation: Reservation,
-        compute: EngineCall,
-        frame: Callable[[Predicted], Sequence[Buffer]],
-        on_error: Callable[[Exception], None],
-    ) -> None:
+    def __init__(self, reservation: Reservation, frame: Frame, on_error: Callable[[Exception], None]) -> None:
         self._reservation = reservation
-        self._compute = compute
         self._frame = frame
         self._on_error = on_error
 
-    def call(self, engine: StageEngine) -> bool:
-        """Compute and send. True when the system did not take the whole frame, so the writer must go on.
+    def sink(self, predicted: Predicted, work: Work) -> bool:
+        """Send. True when the system did not take the whole frame, so the writer must go on.
 
-        Raises LinkClosed besides what the engine raises.
+        Raises LinkClosed.
         """
-        gone = self._reservation.send(self._frame(self._compute(engine)))
-        # Where the next stage is on this machine, the system has just put its reader on a core, as likely as
-        # not behind this thread, whose own work is done.
-        _yield_core()
-        return not gone
+        return not self._reservation.send(self._frame(predicted, work))
 
     def settle(self, error: Exception | None) -> None:
         self._reservation.release()
@@ -62,33 +51,37 @@ class Express:
             self._on_error(error)
 
 
-def prediction_frame(token: Predicted, stats: ReplyStats = EMPTY_STATS) -> Sequence[Buffer]:
+def prediction_frame(predicted: Predicted, work: Work, stats: ReplyStats = EMPTY_STATS) -> Sequence[Buffer]:
     """The last stage's frame for a token."""
-    assert isinstance(token, int)
-    return [encode_reply(Reply.predicted_token(token, stats))]
-
-
-def always(buffers: Sequence[Buffer]) -> Callable[[Predicted], Sequence[Buffer]]:
-    """A frame that is the same for every token: a boundary activation, which the engine fills in."""
-    return lambda _: buffers
+    assert isinstance(predicted, int)
+    return [encode_reply(Reply.predicted_token(predicted, stats))]
 
 
 def decode_span(telemetry: Telemetry, message: Message) -> Span:
-    """Around the engine's work on a data message."""
-    return telemetry.span(
-        names.STAGE_BINARY_LLAMA_DECODE,
-        request_id=message.request_id,
-        message_kind=message.kind.name,
-        token_count=message.token_count,
-        pos_start=message.pos_start,
-    )
+    """Around the engine's work on a data message, its wait for the engine included."""
+    return telemetry.span(names.STAGE_BINARY_LLAMA_DECODE, **_attributes(message))
 
 
-def timed(compute: EngineCall, telemetry: Telemetry, message: Message) -> EngineCall:
-    """``compute`` inside its span, which begins and ends in the engine's thread."""
+def reported(sink: Sink, telemetry: Telemetry, message: Message) -> Sink:
+    """``sink``, which also records the step whose rows have run."""
 
-    def compute_in_span(engine: StageEngine) -> Predicted:
-        with decode_span(telemetry, message):
-            return compute(engine)
+    def report(predicted: Predicted, work: Work) -> bool:
+        telemetry.emit(
+            names.STAGE_BINARY_LLAMA_DECODE,
+            level=Level.DEBUG,
+            compute_ms=work.compute_us / 1000,
+            decode_batch_size=work.batch_size,
+            **_attributes(message),
+        )
+        return sink(predicted, work)
 
-    return compute_in_span
+    return report
+
+
+def _attributes(message: Message) -> dict[str, Any]:
+    return {
+        "request_id": message.request_id,
+        "message_kind": message.kind.name,
+        "token_count": message.token_count,
+        "pos_start": message.pos_start,
+    }

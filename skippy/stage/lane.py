@@ -246,3 +246,7 @@ class Lane:
         except _ENDS as exc:
             self.fail_for(exc)
             return False
+
+    def pause(self) -> None:
+        """The request does not decode on for now: batches must not wait for its next step. Never waits."""
+        self._execution.pause()

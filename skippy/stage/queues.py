@@ -25,7 +25,7 @@ class PendingReply:
         annex: what comes with the reply, once it is there.
     """
 
-    __slots__ = ("_complete", "_event", "_failure", "_reply", "annex")
+    __slots__ = ("_complete", "_event", "_failure", "_follow", "_reply", "annex")
 
     def __init__(
         self,
@@ -38,25 +38,41 @@ class PendingReply:
         self._event = trio.Event()
         self._reply = reply
         self._failure: StageError | None = None
+        self._follow: Callable[[PendingReply], object] | None = None
         if reply is not None:
             self._event.set()
 
     def set(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         self.annex = annex
         self._reply = reply if self._complete is None else self._complete(reply)
-        self._event.set()
+        self._over()
 
     def fail(self, failure: StageError) -> None:
         """Make every present and later ``wait`` raise; no effect on a reply that is already there."""
         if self._reply is None:
             self._failure = failure
-            self._event.set()
+            self._over()
+
+    def _over(self) -> None:
+        self._event.set()
+        if self._follow is not None:
+            self._follow(self)
+
+    def then(self, follow: Callable[[PendingReply], object]) -> None:
+        """Call ``follow(self)`` once the reply is there or has failed: now, if that is so already."""
+        self._follow = follow
+        if self._event.is_set():
+            follow(self)
 
     async def wait(self) -> Reply:
         """The reply, once it is there. Raises the failure of the lane instead, if that comes first."""
         await self._event.wait()
+        return self.result()
+
+    def result(self) -> Reply:
+        """As :meth:`wait`, once the reply is there or has failed."""
         if self._reply is None:
-            assert self._failure is not None
+            assert self._failure is not None, "nothing has come yet"
             raise self._failure
         return self._reply
 

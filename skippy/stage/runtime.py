@@ -1,4 +1,4 @@
-"""The one thread that owns the engine, and the first-in-first-out queue in front of it."""
+"""The thread that owns the engine: calls run as they come, works when :class:`Iterations` chooses them."""
 
 from __future__ import annotations
 
@@ -15,81 +15,34 @@ import trio
 
 from skippy.telemetry import get_logger
 
+from .iterations import Iterations
 from .nurseries import open_hidden_nursery
+from .work import Work, wake_all
 
 T = TypeVar("T")
 
 _log = get_logger("skippy.stage")
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
+MAX_TAKEN_IN = 64
+"""Calls and works taken in between two iterations."""
 SHUTDOWN_GRACE_SECS = 3.0
 """How long a native call may go on after shutdown began before the process ends itself."""
 
 
-class Started:
-    """A call that runs whether or not anyone waits, and what follows it in the event loop's thread.
+class Runtime(abc.ABC):
+    """Runs engine calls and works, one at a time.
 
-    ``settle`` is called once, with the exception of the call or None: soon after the call where the call
-    failed, asked for it, or is waited for; else when somebody asks. Waking the event loop costs more than
-    what it would do then, so a call with nothing urgent behind it leaves that to the next message.
+    Calls are short and run in the order in which they were handed over, between two iterations, so before
+    works that wait: whoever needs a work to have run waits for it first, or cancels it.
     """
 
-    __slots__ = ("_call", "_error", "_over", "_settle", "_settled", "_waiting")
+    waits: bool
+    """Whether a work may wait for others to join its batch."""
 
-    def __init__(self, call: Callable[[], bool], settle: Callable[[Exception | None], None]) -> None:
-        self._call: Callable[[], bool] | None = call
-        self._settle = settle
-        self._error: Exception | None = None
-        self._over = False
-        self._settled = False
-        self._waiting: trio.lowlevel.Task | None = None
-
-    def perform(self) -> bool:
-        """Run the call, in the runtime's thread. True when ``settle`` must not wait until somebody asks."""
-        assert self._call is not None
-        urgent = True
-        try:
-            urgent = self._call()
-        except Exception as exc:
-            self._error = exc
-        self._call = None  # it may hold activation buffers
-        # In this order here, and in the other one in `wait`: one of the two sides sees the other.
-        self._over = True
-        return urgent or self._waiting is not None
-
-    def settle(self) -> bool:
-        """Settle the call if it is over and nobody has; False while it is not over. Never waits."""
-        if not self._over:
-            return False
-        if not self._settled:
-            self._settled = True
-            self._settle(self._error)
-        return True
-
-    def wake(self) -> None:
-        """In the event loop's thread, after a call for which :meth:`perform` gave True."""
-        self.settle()
-        if self._waiting is not None:
-            task, self._waiting = self._waiting, None
-            trio.lowlevel.reschedule(task)
-
-    async def wait(self) -> None:
-        """Wait until the call is over and settled. One task at a time; cancelling it changes nothing."""
-        if self.settle():
-            return
-        self._waiting = trio.lowlevel.current_task()
-        if self.settle():
-            self._waiting = None
-            return
-
-        def give_up(_: Callable[[], object]) -> trio.lowlevel.Abort:
-            self._waiting = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(give_up)
-
-
-class Runtime(abc.ABC):
-    """Runs engine calls one at a time, in the order in which they were handed over."""
+    @abc.abstractmethod
+    def attach(self, iterations: Iterations) -> None:
+        """From now on works are accepted. Called by an engine call, before the first work."""
 
     @abc.abstractmethod
     async def run(self, call: Callable[[], T]) -> T:
@@ -100,12 +53,8 @@ class Runtime(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start(self, call: Callable[[], bool], settle: Callable[[Exception | None], None]) -> Started:
-        """Queue ``call`` without waiting. It always runs, in order; see :class:`Started` for what follows.
-
-        Args:
-            call: gives True when ``settle`` must follow soon.
-        """
+    def submit(self, work: Work) -> None:
+        """Queue a work without waiting. It runs, or fails, or ends as cancelled."""
 
     @abc.abstractmethod
     def post(self, call: Callable[[], object]) -> None:
@@ -136,9 +85,15 @@ class RuntimeThread(Runtime):
     Made by :func:`open_runtime_thread`.
     """
 
+    waits = True
+
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | Work | None] = queue.SimpleQueue()
         self._token = trio.lowlevel.current_trio_token()
+        self._iterations: Iterations | None = None
+
+    def attach(self, iterations: Iterations) -> None:
+        self._iterations = iterations
 
     async def run(self, call: Callable[[], T]) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -152,10 +107,8 @@ class RuntimeThread(Runtime):
         result: T = await trio.lowlevel.wait_task_rescheduled(give_up)
         return result
 
-    def start(self, call: Callable[[], bool], settle: Callable[[Exception | None], None]) -> Started:
-        started = Started(call, settle)
-        self._work.put(functools.partial(self._run_started, started))
-        return started
+    def submit(self, work: Work) -> None:
+        self._work.put(work)
 
     def post(self, call: Callable[[], object]) -> None:
         self._work.put(functools.partial(_run_posted, call))
@@ -166,17 +119,40 @@ class RuntimeThread(Runtime):
 
     def work(self) -> None:
         """The thread's body."""
-        while (item := self._work.get()) is not None:
-            item()
+        while self._take_in():
+            if self._iterations is not None and self._iterations.wait_secs() == 0.0:
+                self._wake(self._iterations.step())
+                # Where the next stage is on this machine, the system has just put its reader on a core, as
+                # likely as not behind this thread.
+                _yield_core()
+        if self._iterations is not None:
+            self._wake(self._iterations.end())
+
+    def _take_in(self) -> bool:
+        """Run calls and pass on works, until the next iteration is due. False when the thread is to end."""
+        for _ in range(MAX_TAKEN_IN):
+            wait = None if self._iterations is None else self._iterations.wait_secs()
+            try:
+                item = self._work.get_nowait() if wait == 0.0 else self._work.get(timeout=wait)
+            except queue.Empty:
+                break
+            if item is None:
+                return False
+            if isinstance(item, Work):
+                assert self._iterations is not None, "a work before the engine"
+                self._iterations.add(item)
+            else:
+                item()
             del item  # it may hold activation buffers
+        return True
 
     def _run_job(self, job: _Job[Any]) -> None:
         if job.task is not None:
             self._soon(job.deliver, outcome.capture(job.call))
 
-    def _run_started(self, started: Started) -> None:
-        if started.perform():
-            self._soon(started.wake)
+    def _wake(self, works: list[Work]) -> None:
+        if works:
+            self._soon(wake_all, works)
 
     def _soon(self, function: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(trio.RunFinishedError):
@@ -193,15 +169,23 @@ def _run_posted(call: Callable[[], object]) -> None:
 class InlineRuntime(Runtime):
     """Runs engine calls on the event loop itself: for exact engines under a virtual clock."""
 
+    waits = False
+
+    def __init__(self) -> None:
+        self._iterations: Iterations | None = None
+
+    def attach(self, iterations: Iterations) -> None:
+        self._iterations = iterations
+
     async def run(self, call: Callable[[], T]) -> T:
         await trio.lowlevel.checkpoint()
         return call()
 
-    def start(self, call: Callable[[], bool], settle: Callable[[Exception | None], None]) -> Started:
-        started = Started(call, settle)
-        if started.perform():
-            started.wake()
-        return started
+    def submit(self, work: Work) -> None:
+        assert self._iterations is not None, "a work before the engine"
+        self._iterations.add(work)
+        while self._iterations.wait_secs() == 0.0:
+            wake_all(self._iterations.step())
 
     def post(self, call: Callable[[], object]) -> None:
         _run_posted(call)

@@ -1,8 +1,9 @@
-"""Who may use the engine, and when: sequences are handed out here, calls run first in, first out."""
+"""Who may use the engine: sequences are handed out here, and works reach the engine's thread."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -11,7 +12,11 @@ import trio
 from skippy.engine import EngineInfo, StageEngine, Vocabulary
 
 from .errors import RequestFailed
-from .runtime import Runtime, Started
+from .groups import DecodeGroups
+from .iterations import Iterations
+from .runtime import Runtime
+from .waves import WaveQueue
+from .work import Work
 
 T = TypeVar("T")
 
@@ -20,12 +25,15 @@ SEQUENCE_WAIT_SECS = 30.0
 
 
 class Scheduler:
-    """Gives sessions their native sequences and runs their engine calls in order of arrival."""
+    """Gives sessions their native sequences, and hands their works and calls to the runtime."""
 
-    def __init__(self, engine: StageEngine, runtime: Runtime) -> None:
+    def __init__(self, engine: StageEngine, runtime: Runtime, iterations: Iterations) -> None:
         self._engine = engine
+        self._iterations = iterations
         self.info: EngineInfo = engine.info
         """What the engine is; the same for its whole life."""
+        self.safe = iterations.safe
+        """One sequence at a time, in order of arrival; chunks of prompts are to be of one size, too."""
         self._runtime = runtime
         self._free = list(reversed(range(engine.info.max_sequences)))
         self._waiting = trio.lowlevel.ParkingLot()
@@ -56,21 +64,46 @@ class Scheduler:
 
         The id is free at once: whoever takes it queues its calls behind the drop.
         """
-        self._runtime.post(lambda: self._engine.drop(sequence))
+        self._runtime.post(functools.partial(self._forget, sequence))
         self._free.append(sequence)
         self._waiting.unpark()
+
+    def _forget(self, sequence: int) -> None:
+        self._iterations.leave(sequence)
+        self._engine.drop(sequence)
+
+    def pause(self, sequence: int) -> None:
+        """The session of this sequence does not decode on for now: batches must not wait for it."""
+        self._runtime.post(functools.partial(self._iterations.leave, sequence))
+
+    def submit(self, work: Work) -> None:
+        """Queue a work. Never waits; it runs, or fails, or ends as cancelled."""
+        self._runtime.submit(work)
+
+    async def carry_out(self, work: Work) -> None:
+        """Queue a work and wait for its end; its exception is raised here. Cancelled, so is the work."""
+        await trio.lowlevel.checkpoint()
+        self._runtime.submit(work)
+        try:
+            await work.wait()
+        finally:
+            if not work.over:
+                self.cancel(work)
+        if work.error is not None:
+            raise work.error
+
+    def cancel(self, work: Work) -> None:
+        """Nobody wants the rows any more. Never waits.
+
+        Rows that have not begun never run. A batch that runs is interrupted when nobody wants any of it.
+        """
+        work.cancelled = True
+        self._iterations.interrupt(work)
 
     async def run(self, call: Callable[[StageEngine], T]) -> T:
         """Run ``call(engine)`` on the runtime. Cancellation: as :meth:`Runtime.run`."""
         engine = self._engine
         return await self._runtime.run(lambda: call(engine))
-
-    def start(
-        self, call: Callable[[StageEngine], bool], settle: Callable[[Exception | None], None]
-    ) -> Started:
-        """Start ``call(engine)`` on the runtime, as :meth:`Runtime.start`."""
-        engine = self._engine
-        return self._runtime.start(lambda: call(engine), settle)
 
     def post(self, call: Callable[[StageEngine], object]) -> None:
         """Queue ``call(engine)`` without waiting; it always runs."""
@@ -80,20 +113,41 @@ class Scheduler:
 
 @contextlib.asynccontextmanager
 async def open_scheduler(
-    make_engine: Callable[[], StageEngine], runtime: Runtime
+    make_engine: Callable[[], StageEngine],
+    runtime: Runtime,
+    *,
+    count_stages: Callable[[EngineInfo], int] = lambda _: 1,
+    mixed_rows: int | None = None,
+    safe: bool = False,
 ) -> AsyncIterator[Scheduler]:
     """Load the engine on the runtime and close it there when the block is left.
 
+    Args:
+        count_stages: how many stages decode steps that begin here pass through.
+        mixed_rows, safe: as :class:`Iterations` has them.
+
     Cancellation: a load that has begun goes on to its end; the engine it makes is closed right behind it.
     """
-    engines: list[StageEngine] = []
+    loaded: list[tuple[StageEngine, Iterations]] = []
+
+    def load() -> None:
+        engine = make_engine()
+        stages = count_stages(engine.info)
+        groups = DecodeGroups[int](stages) if stages > 1 and runtime.waits else None
+        waves = WaveQueue(groups, patient=runtime.waits)
+        iterations = Iterations(engine, waves, mixed_rows=mixed_rows, safe=safe)
+        loaded.append((engine, iterations))
+        runtime.attach(iterations)
 
     def close() -> None:
-        for engine in engines:
+        for engine, _ in loaded:
             engine.close()
 
     try:
-        await runtime.run(lambda: engines.append(make_engine()))
-        yield Scheduler(engines[0], runtime)
+        await runtime.run(load)
+        engine, iterations = loaded[0]
+        yield Scheduler(engine, runtime, iterations)
     finally:
+        for engine, _ in loaded:
+            engine.abort()
         runtime.post(close)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator, Callable
 
 import trio
 
-from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology, check_links
+from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology, check_links, switched_on
 from skippy.config.links import TLS_SCHEMES
 from skippy.engine import EngineInfo, StageEngine, Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
@@ -22,6 +23,9 @@ from .nurseries import open_hidden_nursery
 from .returns import ReturnHub
 from .runtime import InlineRuntime, Runtime, open_runtime_thread
 from .scheduler import Scheduler, open_scheduler
+
+SAFE_MODE_VARIABLE = "SKIPPY_ITERATION_SCHEDULER_SAFE_MODE"
+"""In the environment, switches the scheduler to one sequence at a time: results do not depend on load."""
 
 
 class Stage:
@@ -72,6 +76,7 @@ async def open_stage(
         inline: run the engine on the event loop (exact engines under a virtual clock).
 
     Raises:
+        ConfigError: SAFE_MODE_VARIABLE is neither on nor off.
         OSError: the address cannot be bound.
         StageStartError: the engine and the configuration do not fit, or a neighbour is not known.
 
@@ -87,12 +92,24 @@ async def open_stage(
             InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
         )
         telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
-        scheduler = await stack.enter_async_context(open_scheduler(make_engine, runtime))
+        safe = switched_on(SAFE_MODE_VARIABLE)
+        scheduler = await stack.enter_async_context(
+            open_scheduler(
+                make_engine,
+                runtime,
+                count_stages=functools.partial(_count_stages, config, topology),
+                mixed_rows=config.batch_max_tokens,
+                safe=safe,
+            )
+        )
+        if safe:
+            log.warning("safe mode: one sequence at a time, in order of arrival", stage_id=config.stage_id)
         stack.callback(telemetry.emit, names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
         telemetry.emit(
             names.STAGE_SCHEDULER_START,
-            policy="fifo",
+            safe_mode=safe,
             max_active_sequences=scheduler.info.max_sequences,
+            mixed_prefill_decode=config.batch_max_tokens is not None and scheduler.info.can_mix,
         )
         context = _make_context(config, topology, options, scheduler, links, telemetry, identity)
         stage = Stage(context, listener.endpoint)
@@ -120,6 +137,15 @@ async def open_stage(
             yield stage
         finally:
             scope.cancel()
+
+
+def _count_stages(config: StageConfig, topology: StageTopology | None, info: EngineInfo) -> int:
+    """How many stages decode steps that begin at this one pass through: 1 but for stage 0."""
+    if config.stage_index or info.is_last:
+        return 1
+    if topology is not None:
+        return len(topology.stages)
+    return max(2, round(info.layer_count / (info.layer_end - info.layer_start)))
 
 
 async def _listen(config: StageConfig, transport: Transport, sock: socket.socket | None) -> Listener:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import attrs
 
 from skippy.engine import EngineError, Sampler, Segment, StageEngine
 from skippy.protocol import (
+    POSITIONED_KINDS,
     Action,
     Message,
     MessageKind,
@@ -22,14 +24,19 @@ from skippy.protocol import (
 )
 
 from .errors import RequestFailed, SettingsRefused
-from .runtime import Started
 from .scheduler import Scheduler
 from .scoring import score
 from .settings import GenerationSettings, parse_metadata
+from .work import Settle, Work
 
 Predicted = int | Sequence[int] | None
-"""The token that an engine call predicts, for a verify window one for each of its rows, or nothing."""
-EngineCall = Callable[[StageEngine], Predicted]
+"""The token that a message's rows predict, for a verify window one for each of its rows, or nothing."""
+Sink = Callable[[Predicted, Work], bool]
+"""What follows a work's rows in the engine's thread. True when the event loop must hear of it soon."""
+
+
+MAX_STEP_ROWS = 64
+"""Rows of a decode step, a verify window's among them; what has more waits its turn with prefill."""
 
 
 @attrs.define(slots=True)
@@ -63,12 +70,15 @@ class _Native:
             self.scores.append(score(logits, token, self.top_logprobs))
         return token
 
-    def sample_each(self, engine: StageEngine, tokens: Sequence[int], step: int) -> list[int]:
-        """What follows each of the rows that were run, drawn as decoding them one by one would."""
+    def sample_each(self, engine: StageEngine, first: int, tokens: Sequence[int], step: int) -> list[int]:
+        """What follows each of the rows that were run, drawn as decoding them one by one would.
+
+        ``first``: the engine's logits row of the first of them.
+        """
         predicted = []
         for row, token in enumerate(tokens):
             self.accept((token,))
-            predicted.append(self.sample(engine, row, step + row))
+            predicted.append(self.sample(engine, first + row, step + row))
         return predicted
 
 
@@ -89,6 +99,8 @@ class StageSession:
         self._configured = False
         self.scores = False
         """Whether log-probabilities come with what is predicted: see :meth:`take_annex`."""
+        self._work: Work | None = None
+        """What ran or runs last."""
         self._closed = False
 
     @classmethod
@@ -138,12 +150,12 @@ class StageSession:
             and (not self._configured or (message.sampling is not None and self._sampling is None))
         )
 
-    async def prepare(self, message: Message, output: memoryview | None) -> EngineCall | None:
-        """Accept a data message; returns the engine call that carries it out, for :meth:`run`.
+    async def prepare(self, message: Message, output: memoryview | None, sink: Sink) -> Work | None:
+        """Accept a data message; returns the work that carries it out, for :meth:`run`.
 
-        None for a stale one, which is not carried out. The call gives what is predicted where this is the
-        last stage and the kind asks for it, and fills ``output`` with the boundary activation (non-last
-        stages). It must be run, or the session dropped: from here on the session counts its positions.
+        None for a stale one, which is not carried out. ``sink`` is given what is predicted where this is the
+        last stage and the kind asks for it; ``output`` is filled with the boundary activation (non-last
+        stages). The work must be run, or the session dropped: from here on it counts its positions.
 
         Raises:
             RemoteProtocolError: the message does not fit the session (a gap, counts that disagree).
@@ -157,13 +169,22 @@ class StageSession:
             if settings.top_logprobs is not None:
                 raise SettingsRefused("top_logprobs is asked for with ConfigureGeneration alone")
             await self.configure(message.sampling, settings)
-        return self._engine_call(message, action, output)
+        return self._make_work(message, action, output, sink, None)
 
-    def prepare_now(self, message: Message, output: memoryview | None) -> EngineCall:
+    def prepare_now(
+        self, message: Message, output: memoryview | None, sink: Sink, settle: Settle | None
+    ) -> Work:
         """:meth:`prepare` for a message that is not stale and wants no settings: never waits."""
-        return self._engine_call(message, self._machine.accept(message), output)
+        return self._make_work(message, self._machine.accept(message), output, sink, settle)
 
-    def _engine_call(self, message: Message, action: Action, output: memoryview | None) -> EngineCall:
+    def _make_work(
+        self,
+        message: Message,
+        action: Action,
+        output: memoryview | None,
+        sink: Sink,
+        settle: Settle | None,
+    ) -> Work:
         first, last = self._is_first, self._is_last
         tokens = execution_tokens(message) if first or last else None
         predicts = last and requires_predicted_reply(message.kind)
@@ -178,37 +199,45 @@ class StageSession:
         )
         step = max(0, message.state.decode_step)
         trim_to = action.position if action.verb is Verb.REWIND else None
-        history = tokens if last else None
+        before = None if trim_to is None else functools.partial(self._rewind, length=trim_to)
+        history, native = tokens if last else None, self._native
 
-        def call(engine: StageEngine) -> Predicted:
-            if trim_to is not None:
-                self._rewind(engine, trim_to)
-            engine.decode([segment], output)
+        def after(engine: StageEngine, row: int) -> bool:
             if history is None:
-                return None
+                return sink(None, work)
             if each:
-                return self._native.sample_each(engine, history, step)
-            self._native.accept(history)
-            return self._native.sample(engine, 0, step) if predicts else None
+                return sink(native.sample_each(engine, row, history, step), work)
+            native.accept(history)
+            return sink(native.sample(engine, row, step) if predicts else None, work)
 
-        return call
+        self._work = work = Work(
+            segment,
+            output,
+            after,
+            before=before,
+            settle=settle,
+            decodes=message.kind in POSITIONED_KINDS and action.count <= MAX_STEP_ROWS,
+        )
+        return work
 
-    async def run(self, call: EngineCall) -> Predicted:
-        """Run what :meth:`prepare` gave. Cancellation: as :meth:`Runtime.run`.
+    async def run(self, work: Work) -> None:
+        """Run what :meth:`prepare` gave. Cancelled, rows that have not begun do not run any more.
 
-        The message's activation and the output are in use until this returns or, if cancelled, until the
-        call ends. Raises RequestFailed when the engine refuses or fails.
+        The message's activation and the output are in use until the work is over. Raises RequestFailed when
+        the engine refuses or fails.
         """
         try:
-            return await self._scheduler.run(call)
+            await self._scheduler.carry_out(work)
         except (ValueError, EngineError) as exc:
             raise RequestFailed(str(exc)) from exc
 
-    def start(
-        self, call: Callable[[StageEngine], bool], settle: Callable[[Exception | None], None]
-    ) -> Started:
-        """Start a call around what :meth:`prepare_now` gave, as :meth:`Runtime.start`."""
-        return self._scheduler.start(call, settle)
+    def start(self, work: Work) -> None:
+        """Start what :meth:`prepare_now` gave, without waiting for its end."""
+        self._scheduler.submit(work)
+
+    def pause(self) -> None:
+        """The session does not decode on for now: batches must not wait for it. Never waits."""
+        self._scheduler.pause(self._sequence)
 
     def take_annex(self) -> ReplyAnnex | None:
         """What goes with the prediction of the call that ran last; once."""
@@ -241,6 +270,8 @@ class StageSession:
         if self._closed:
             return
         self._closed = True
+        if self._work is not None:
+            self._scheduler.cancel(self._work)
         native = self._native
         self._scheduler.post(lambda _: native.replace_sampler(None))
         self._scheduler.release_sequence(self._sequence)

@@ -11,11 +11,8 @@ from typing import Final
 
 import attrs
 
-from skippy.engine import StageEngine
 from skippy.protocol import EMPTY_STATS, Message, MessageKind, Reply, ReplyStats
 from skippy.protocol.stats import merge, observe_compute, observe_edge_transport, observe_verify_window
-
-from .session import EngineCall, Predicted
 
 OBSERVED: Final = frozenset(
     {MessageKind.PREFILL_EMBD, MessageKind.PREFILL_FINAL_EMBD, MessageKind.VERIFY_WINDOW}
@@ -42,17 +39,6 @@ class Times:
     write_us: int = 0
     wait_us: int = 0
     sent_at: int = 0
-
-    def computing(self, call: EngineCall) -> EngineCall:
-        """``call``, measured on the engine's thread; its wait for the engine does not count."""
-
-        def measured(engine: StageEngine) -> Predicted:
-            started = microseconds()
-            predicted = call(engine)
-            self.compute_us = microseconds() - started
-            return predicted
-
-        return measured
 
 
 class LaneStats:

@@ -13,7 +13,7 @@ import trio.testing
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
 from skippy.frontend.driver import ChainGenerator
-from skippy.frontend.generation import ContextLengthExceeded, GenerationRequest, TooManyRequests
+from skippy.frontend.generation import ContextLengthExceeded, GenerationRequest, TokenStream, TooManyRequests
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import SamplingConfig
 from tests.support.cluster import LAYERS, Cluster, fixed_chunks, toy_cluster
@@ -44,6 +44,12 @@ async def generator_over(cluster: Cluster, lanes: int = 2, chunk: int = 7) -> As
         await pool.wait_ready()
         yield ChainGenerator(cluster.first, pool, "toy", fixed_chunks(chunk))
         nursery.cancel_scope.cancel()
+
+
+async def exhaust(stream: TokenStream) -> None:
+    """Read to the end: tokens may be there already when a stage fails."""
+    async for _ in stream:
+        pass
 
 
 async def generate(generator: ChainGenerator, request: GenerationRequest) -> list[int]:

@@ -23,7 +23,14 @@ from skippy.protocol import SamplingConfig
 from skippy.stage import Stage, open_stage
 from skippy.stage.links import Link, Listener, MemoryTransport, StageLinks, Transport, open_links
 from skippy.stage.upstream import HANDSHAKE_SECS
-from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
+from tests.stage.test_chain import (
+    PROMPT,
+    exhaust,
+    generate,
+    generator_over,
+    unsplit_tokens,
+    wait_for_sequences,
+)
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster, toy_cluster, toy_config
 
@@ -132,7 +139,7 @@ async def test_annexes_come_over_every_link(backend: Backend) -> None:
                     assert stream.logprobs is not None
                     engine.fail_next = EngineError("out of luck")
                     with pytest.raises(GenerationError, match="out of luck"):
-                        await stream.__anext__()
+                        await exhaust(stream)
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
 
 

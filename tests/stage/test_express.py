@@ -19,7 +19,14 @@ from skippy.stage.reasons import encode_reason
 from skippy.stage.returns import ReturnStream
 from skippy.stage.runtime import RuntimeThread
 from skippy.stage.writer import LinkWriter
-from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
+from tests.stage.test_chain import (
+    PROMPT,
+    exhaust,
+    generate,
+    generator_over,
+    unsplit_tokens,
+    wait_for_sequences,
+)
 from tests.support.cluster import toy_cluster
 from tests.support.driver import driver_of
 
@@ -53,7 +60,7 @@ async def test_an_engine_failure_ends_one_request_and_the_chain_goes_on(broken: 
                 await stream.__anext__()
                 cluster.engines[broken].fail_next = EngineError("out of luck")
                 with pytest.raises(GenerationError):
-                    await stream.__anext__()
+                    await exhaust(stream)
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
             await wait_for_sequences(cluster)
 

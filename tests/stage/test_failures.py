@@ -34,7 +34,14 @@ from skippy.stage.context import HANDSHAKE_SECS
 from skippy.stage.dialing import DialWatch
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, LinkClosed, MemoryTransport, TcpTransport
-from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
+from tests.stage.test_chain import (
+    PROMPT,
+    exhaust,
+    generate,
+    generator_over,
+    unsplit_tokens,
+    wait_for_sequences,
+)
 from tests.support.admission import admit_peer, engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config
 from tests.support.dialing import dial_stage
@@ -52,7 +59,7 @@ async def test_an_engine_failure_ends_one_request_and_the_chain_goes_on(broken: 
                     await stream.__anext__()
                     cluster.engines[broken].fail_next = EngineError("out of luck")
                     with pytest.raises(GenerationError):
-                        await stream.__anext__()
+                        await exhaust(stream)
                 tokens += [token async for token in bystander]
             assert tokens == unsplit_tokens(PROMPT, 8)
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
@@ -97,7 +104,7 @@ async def test_a_lost_link_fails_the_request_and_lanes_are_replaced() -> None:
                 await stream.__anext__()
                 transport.cut()
                 with pytest.raises(ChainUnavailable):
-                    await stream.__anext__()
+                    await exhaust(stream)
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
             await wait_for_sequences(cluster)
 

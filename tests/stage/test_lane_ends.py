@@ -37,9 +37,9 @@ from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, LinkClosed
 from skippy.stage.predictions import Predictions
 from skippy.stage.returns import ReturnHub
-from skippy.stage.session import EngineCall, Predicted, StageSession
+from skippy.stage.work import Work
 from skippy.telemetry import NULL_TELEMETRY
-from tests.stage.test_chain import unsplit_tokens
+from tests.stage.test_chain import exhaust, unsplit_tokens
 from tests.support.admission import lane_request
 from tests.support.cluster import fixed_chunks, toy_cluster
 from tests.support.dialing import dial_stage
@@ -156,7 +156,7 @@ async def test_an_acknowledgement_that_arrives_as_the_lane_ends(
 
             async def ask() -> None:
                 with pytest.raises(ChainUnavailable, match="gone"):
-                    await stream.__anext__()
+                    await exhaust(stream)
 
             requests.start_soon(ask)
             await lane.receive(MessageKind.CONFIGURE_GENERATION)
@@ -343,15 +343,14 @@ async def test_a_lane_that_ends_as_the_engine_is_done(
 ) -> None:
     """What was computed is of no use any more, and the reason is the lane's."""
     end_lane: list[Callable[[], object]] = []
-    run = StageSession.run
+    settle = Work.settle
 
-    async def run_and_end(session: StageSession, call: EngineCall) -> Predicted:
-        predicted = await run(session, call)
-        while predicted is not None and end_lane:
+    def settle_and_end(work: Work) -> bool:
+        while work.over and work.decodes and end_lane:
             end_lane.pop()()
-        return predicted
+        return settle(work)
 
-    monkeypatch.setattr(StageSession, "run", run_and_end)
+    monkeypatch.setattr(Work, "settle", settle_and_end)
     async with toy_cluster(1, inline=True) as cluster, trio.open_nursery() as nursery:
         pool = LanePool(cluster.first, 1, queue_limit=4)
         nursery.start_soon(pool.serve)
@@ -361,7 +360,7 @@ async def test_a_lane_that_ends_as_the_engine_is_done(
             lane = stream._pooled.lane
             end_lane += [lane._execution.drop_session, functools.partial(lane.fail, LaneLost("gone"))]
             with pytest.raises(ChainUnavailable, match="gone"):
-                await stream.__anext__()
+                await exhaust(stream)
         async with generator.generate(request) as stream:
             assert [token async for token in stream] == unsplit_tokens(PROMPT, 2)
         nursery.cancel_scope.cancel()

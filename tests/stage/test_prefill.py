@@ -15,7 +15,7 @@ from skippy.engine.toy import ToyEngine
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import GenerationRequest
 from skippy.frontend.lanes import LanePool
-from skippy.stage import downstream, execution, statistics
+from skippy.stage import downstream, execution, iterations, statistics
 from skippy.telemetry import Level, MemorySink, Telemetry, names
 from tests.stage.test_chain import generate, unsplit_tokens
 from tests.stage.test_statistics import COSTS, Work
@@ -37,7 +37,7 @@ async def observed_chain(
 ) -> AsyncIterator[tuple[ChainGenerator, MemorySink, trio.Nursery]]:
     """A chain whose clock only computing moves on, with an endpoint of one lane, and its trace points."""
     work, sink = Work(), MemorySink()
-    for module in (statistics, downstream, execution):
+    for module in (statistics, downstream, execution, iterations):
         monkeypatch.setattr(module, "microseconds", lambda: work.now)
     telemetry = Telemetry(Level.DEBUG, sink)
     with trio.fail_after(20):

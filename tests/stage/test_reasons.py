@@ -32,7 +32,14 @@ from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.stage.reasons import encode_reason
-from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
+from tests.stage.test_chain import (
+    PROMPT,
+    exhaust,
+    generate,
+    generator_over,
+    unsplit_tokens,
+    wait_for_sequences,
+)
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import admit_peer, engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config
@@ -52,7 +59,7 @@ async def test_the_reason_comes_up_the_chain(broken: int, started: bool) -> None
                     await stream.__anext__()
                 cluster.engines[broken].fail_next = EngineError("out of luck")
                 with pytest.raises(GenerationError, match="out of luck") as caught:
-                    await stream.__anext__()
+                    await exhaust(stream)
                 assert not isinstance(caught.value, ChainUnavailable)
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
             await wait_for_sequences(cluster)

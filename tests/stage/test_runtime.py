@@ -9,10 +9,14 @@ import pytest
 import trio
 import trio.testing
 
+from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
+from skippy.stage.iterations import Iterations
 from skippy.stage.queues import PendingReply, SendQueue
 from skippy.stage.runtime import InlineRuntime, Runtime, open_runtime_thread
 from skippy.stage.scheduler import open_scheduler
+from skippy.stage.waves import WaveQueue
+from skippy.stage.work import After, Settle, Work
 
 
 async def test_calls_run_in_order_on_one_thread() -> None:
@@ -98,38 +102,52 @@ async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
     assert closed == [True]
 
 
-async def test_a_started_call_is_settled_when_somebody_asks() -> None:
+def toy_iterations(engine: ToyEngine | None = None) -> Iterations:
+    return Iterations(engine or ToyEngine(), WaveQueue())
+
+
+def row(settle: Settle, after: After = lambda *_: False, sequence: int = 0) -> Work:
+    """The first row of a sequence."""
+    segment = Segment(sequence=sequence, position=0, count=1, tokens=[65], logits=1)
+    return Work(segment, None, after, settle=settle, decodes=True)
+
+
+async def test_a_work_with_nothing_urgent_is_settled_when_somebody_asks() -> None:
     settled: list[Exception | None] = []
     with trio.fail_after(10):
         async with open_runtime_thread() as runtime:
-            started = runtime.start(lambda: False, settled.append)
-            await runtime.run(lambda: None)
+            await runtime.run(lambda: runtime.attach(toy_iterations()))
+            over = threading.Event()
+            runtime.submit(work := row(settled.append))
+            runtime.submit(row(lambda _: None, lambda *_: over.set() or False, sequence=1))
+            await trio.to_thread.run_sync(over.wait)
             assert settled == []  # it is over, and nothing was urgent
-            assert started.settle()
-            assert started.settle()
-            await started.wait()
+            assert work.settle()
+            assert work.settle()
+            await work.wait()
     assert settled == [None]
 
 
-async def test_a_started_call_that_is_not_over_is_waited_for() -> None:
+async def test_a_work_that_is_not_over_is_waited_for() -> None:
     settled: list[Exception | None] = []
     gate = threading.Event()
     with trio.fail_after(10):
         async with open_runtime_thread() as runtime:
-            started = runtime.start(gate.wait, settled.append)
-            assert not started.settle()
+            await runtime.run(lambda: runtime.attach(toy_iterations()))
+            runtime.submit(work := row(settled.append, lambda *_: not gate.wait()))
+            assert not work.settle()
             with trio.move_on_after(0) as scope:
-                await started.wait()
+                await work.wait()
             assert scope.cancelled_caught
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(started.wait)
+                nursery.start_soon(work.wait)
                 await trio.testing.wait_all_tasks_blocked()
                 gate.set()
     assert settled == [None]
 
 
 @pytest.mark.parametrize("inline", [True, False])
-async def test_an_urgent_or_failed_call_settles_by_itself(inline: bool) -> None:
+async def test_an_urgent_or_failed_work_settles_by_itself(inline: bool) -> None:
     settled: list[Exception | None] = []
     both = trio.Event()
 
@@ -138,7 +156,7 @@ async def test_an_urgent_or_failed_call_settles_by_itself(inline: bool) -> None:
         if len(settled) == 2:
             both.set()
 
-    def fail() -> bool:
+    def fail(*_: object) -> bool:
         raise ZeroDivisionError
 
     with trio.fail_after(10):
@@ -146,8 +164,9 @@ async def test_an_urgent_or_failed_call_settles_by_itself(inline: bool) -> None:
             runtime: Runtime = InlineRuntime()
             if not inline:
                 runtime = await stack.enter_async_context(open_runtime_thread())
-            runtime.start(lambda: True, settle)
-            failed = runtime.start(fail, settle)
+            await runtime.run(lambda: runtime.attach(toy_iterations()))
+            runtime.submit(row(settle, lambda *_: True))
+            runtime.submit(failed := row(settle, fail, sequence=1))
             await both.wait()
             await failed.wait()
     assert settled[0] is None

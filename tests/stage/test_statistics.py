@@ -15,7 +15,7 @@ from skippy.config import StageOptions
 from skippy.engine import StageEngine
 from skippy.protocol import EMPTY_STATS, MessageKind, Reply, ReplyStats
 from skippy.protocol.stats import I64_MAX, merge
-from skippy.stage import downstream, execution, statistics
+from skippy.stage import downstream, execution, iterations, statistics
 from skippy.stage.statistics import LaneStats
 from tests.stage.test_chain import PROMPT, unsplit_tokens
 from tests.support.cluster import Cluster, toy_cluster
@@ -49,7 +49,7 @@ async def timed_chain(
     stages: int, monkeypatch: pytest.MonkeyPatch, options: StageOptions | None = None
 ) -> AsyncIterator[tuple[Cluster, Driver]]:
     work = Work()
-    for module in (statistics, downstream, execution):
+    for module in (statistics, downstream, execution, iterations):
         monkeypatch.setattr(module, "microseconds", lambda: work.now)
     with trio.fail_after(20):
         async with (

@@ -1,0 +1,190 @@
+"""The decode steps of one generation: each begins as soon as the token before it is there.
+
+Whoever brings a token, the return stream's reader or the engine's own report, begins the next step before
+anyone has looked at the token, so that detokenising and HTTP overlap with computing. How far the steps may
+run ahead of their reader is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import trio
+
+from skippy.engine import Vocabulary
+from skippy.protocol import (
+    FinishHint,
+    Message,
+    MessageKind,
+    PositionLogProbabilities,
+    StageState,
+    default_state,
+)
+from skippy.stage import LaneLost, PendingReply, StageError
+from skippy.telemetry import Level, Telemetry, names
+
+from .generation import FinishReason, GenerationRequest
+from .lanes import PooledLane
+
+MAX_AHEAD: Final = 4
+"""Tokens that may wait for their reader; the next step begins only once it has taken one."""
+
+_STATE: Final = default_state(MessageKind.DECODE_EMBD)
+
+Token = tuple[int, PositionLogProbabilities | None]
+"""A token id, and its log-probabilities where the request asked for them."""
+
+
+class DecodeLoop:
+    """Tokens of one generation, in order, from the end of its prefill on.
+
+    Call :meth:`begin` once, then :meth:`next` until it gives None; :meth:`stop` on every path.
+
+    Args:
+        ids: the request's id and the session's.
+
+    Attributes:
+        finish_reason: why there are no more tokens; None before that is known.
+    """
+
+    def __init__(
+        self,
+        pooled: PooledLane,
+        request: GenerationRequest,
+        vocabulary: Vocabulary,
+        ids: tuple[int, int],
+        telemetry: Telemetry,
+    ) -> None:
+        self._pooled = pooled
+        self._request = request
+        self._vocabulary = vocabulary
+        self._ids = ids
+        self._telemetry = telemetry
+        sampling = request.sampling
+        self._ignores_eos = sampling is not None and sampling.ignores_eos
+        self._tokens: deque[Token] = deque()
+        self._predicted = 0
+        self._held: int | None = None
+        """The token whose step does not begin before the reader has taken one."""
+        self._unsent: Message | None = None
+        """A step that could not begin without waiting, which the reader does."""
+        self._error: StageError | None = None
+        self._stopped = False
+        self._reader: trio.lowlevel.Task | None = None
+        self.finish_reason: FinishReason | None = None
+
+    def begin(self) -> None:
+        """Begin the first step. Never waits."""
+        self._step(self._request.prompt[-1])
+
+    def stop(self) -> None:
+        """Begin no further step. Never waits; a step that has begun ends by itself."""
+        self._stopped = True
+
+    async def next(self) -> Token | None:
+        """The next token; None once ``finish_reason`` is known. Cancelled while waiting, nothing is lost.
+
+        Raises StageError: the lane has ended.
+        """
+        while not self._tokens:
+            if self.finish_reason is not None:
+                return None
+            if self._error is not None:
+                raise self._error
+            if self._unsent is not None:
+                message, self._unsent = self._unsent, None
+                (await self._pooled.handle(message)).then(self._arrived)
+            else:
+                await self._wait()
+        token = self._tokens.popleft()
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._step(held)
+        return token
+
+    async def _wait(self) -> None:
+        self._reader = trio.lowlevel.current_task()
+
+        def give_up(_: object) -> trio.lowlevel.Abort:
+            self._reader = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(give_up)
+
+    def _wake(self) -> None:
+        if self._reader is not None:
+            task, self._reader = self._reader, None
+            trio.lowlevel.reschedule(task)
+
+    def _step(self, token: int) -> None:
+        """Begin the step that executes ``token``, or leave it to the reader."""
+        count, step = len(self._request.prompt), self._predicted
+        # Spelled out: this runs for every token.
+        message = Message(
+            MessageKind.DECODE_EMBD,
+            StageState(phase=_STATE.phase, prompt_token_count=count, decode_step=step, current_token=token),
+            pos_start=count - 1 + step,
+            token_count=1,
+            request_id=self._ids[0],
+            session_id=self._ids[1],
+            tokens=(token,),
+        )
+        place = self._pooled.handle_now(message)
+        if place is None:
+            self._unsent = message
+            self._wake()
+        else:
+            place.then(self._arrived)
+
+    def _arrived(self, place: PendingReply) -> None:
+        """A step has ended: keep its token, and begin the next one."""
+        try:
+            token = self._take(place)
+        except StageError as exc:
+            self._error = exc
+        else:
+            if self.finish_reason is not None or self._stopped:
+                self._pooled.lane.pause()
+            elif len(self._tokens) < MAX_AHEAD:
+                self._step(token)
+            else:
+                self._held = token
+                self._pooled.lane.pause()
+        self._wake()
+
+    def _take(self, place: PendingReply) -> int:
+        reply, annex, request = place.result(), place.annex, self._request
+        token = reply.predicted
+        if token < 0:
+            raise self._lose("the last stage predicted nothing")
+        logprobs = None
+        if request.top_logprobs is not None:
+            scores = () if annex is None else annex.log_probabilities
+            wanted = min(request.top_logprobs, self._vocabulary.size)
+            if [(s.chosen.token, len(s.top)) for s in scores] != [(token, wanted)]:
+                raise self._lose("the last stage did not send the log-probabilities that were asked for")
+            logprobs = scores[0]
+        if self._telemetry.enabled(Level.DEBUG):
+            self._telemetry.emit(
+                names.STAGE_OPENAI_DECODE_TOKEN,
+                level=Level.DEBUG,
+                request_id=self._ids[0],
+                decode_step=self._predicted,
+            )
+        if not self._ignores_eos and self._vocabulary.is_end_of_generation(token):
+            self.finish_reason = "stop"
+            return token
+        self._tokens.append((token, logprobs))
+        self._predicted += 1
+        if annex is not None and annex.finish_hint is FinishHint.MUST_END:
+            self.finish_reason = "stop"
+        elif self._predicted >= request.max_tokens:
+            self.finish_reason = "length"
+        return token
+
+    def _lose(self, reason: str) -> LaneLost:
+        """End a lane whose last stage does not answer what was asked: its next answer is worth no more."""
+        lost = LaneLost(reason)
+        self._pooled.lane.fail(lost)
+        return lost

@@ -1,0 +1,250 @@
+"""Which rows the engine computes next: decode steps first, prefill in what is left, all of it in batches.
+
+Everything here runs in the engine's thread, one call at a time. One iteration is one native batch: the decode
+steps that are there, or prefill rows of one or more sessions, or both where the engine allows that and the
+stage was told to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from skippy.engine import Segment, StageEngine
+
+from .statistics import microseconds
+from .waves import WaveQueue
+from .work import Work, WorkCancelled
+
+LEAST_PREFILL_ROWS: Final = 16
+"""Prefill rows of one iteration while other sessions decode; more only where they cost no more time than a
+decode step does."""
+MOST_PREFILL_ROWS: Final = 512
+"""Prefill rows of several sessions in one iteration. A chunk that is longer runs whole, but alone."""
+
+_SMOOTHING: Final = 0.25
+
+Batch = list[tuple[Work, int]]
+"""Works, and how many rows of each."""
+
+
+class Iterations:
+    """The works that wait for the engine, and the choice among them.
+
+    Decode steps come first, but once those that were ready have run, a slice of prefill gets its turn, so
+    neither starves the other. While sessions decode, a slice is as small as it can be without wasting the
+    engine.
+
+    Args:
+        waves: where decode steps wait for those that they belong with.
+        mixed_rows: rows of an iteration that carries decode steps and prefill together; None: never together.
+        safe: one work at a time, whole, in order of arrival: results do not depend on what else runs.
+    """
+
+    def __init__(
+        self,
+        engine: StageEngine,
+        waves: WaveQueue,
+        *,
+        mixed_rows: int | None = None,
+        safe: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine = engine
+        self._waves = waves
+        self._mixed_rows = mixed_rows if engine.info.can_mix else None
+        self.safe = safe
+        self._clock = clock
+        self._width = engine.info.output_width * 4
+        self._max_batch = engine.info.max_batch
+        self._prefill: deque[Work] = deque()
+        self._live: set[int] = set()
+        """Sequences that decode."""
+        self._sliced = True
+        """Whether prefill had its turn; then the steps that are ready now go first."""
+        self._owed = 0
+        """Waves to run before prefill has its next turn."""
+        self._slice_rows = LEAST_PREFILL_ROWS
+        self._step_secs = 0.0
+        self._scratch = bytearray()
+        self._running: tuple[Sequence[Segment], Sequence[Work]] = ((), ())
+
+    def add(self, work: Work) -> None:
+        """A work has arrived."""
+        if work.decodes and not self.safe:
+            self._waves.add(work, self._clock())
+        else:
+            self._prefill.append(work)
+
+    def leave(self, sequence: int) -> None:
+        """The session of this sequence does not go on decoding, or not soon: nobody must wait for it."""
+        self._live.discard(sequence)
+        self._waves.leave(sequence)
+
+    def wait_secs(self) -> float | None:
+        """How long :meth:`step` has to wait for: 0 for not at all, None when there is nothing to do."""
+        now = self._clock()
+        if not self._prefill:
+            return self._waves.wait_secs(now)
+        # A slice takes much longer than the rest of a wave that has begun to arrive.
+        return self._waves.imminent_secs(now) or 0.0
+
+    def step(self) -> list[Work]:
+        """Run one batch, if one is ready. Returns the works that must be settled without waiting."""
+        woken: list[Work] = []
+        chosen = self._choose(self._clock())
+        batch: Batch = []
+        for work, rows in chosen:
+            if work.cancelled:
+                error: Exception = WorkCancelled("the request ended before its rows ran")
+            else:
+                try:
+                    work.prepare(self._engine)
+                except Exception as exc:
+                    error = exc
+                else:
+                    batch.append((work, rows))
+                    continue
+            if work.finish(error):
+                woken.append(work)
+        if batch:
+            woken += self._run(batch)
+            self._prefill.extendleft(work for work, _ in reversed(batch) if work.rows_left and not work.over)
+        return woken
+
+    def end(self) -> list[Work]:
+        """Nothing runs any more: all that waits is cancelled. Returns as :meth:`step`."""
+        waiting = [*self._prefill, *self._waves.take_all()]
+        self._prefill.clear()
+        return [work for work in waiting if work.finish(WorkCancelled("the stage is shutting down"))]
+
+    def interrupt(self, work: Work) -> None:
+        """End the batch that runs, if ``work`` is in it and nobody wants any of it. From any thread.
+
+        No other batch is hit, even if this one has just ended.
+        """
+        segments, works = self._running
+        if work in works and all(each.cancelled for each in works):
+            self._engine.abort(segments)
+
+    # -- choosing --------------------------------------------------------------------------------------
+
+    def _choose(self, now: float) -> Batch:
+        if self.safe:
+            return [(work := self._prefill.popleft(), work.rows_left)] if self._prefill else []
+        if self._sliced:
+            self._sliced = False
+            self._owed = self._waves.ready_count(now)
+        if not self._prefill or self._owed > 0:
+            wave = self._waves.take_ready(now, self._max_batch)
+            if wave or not self._prefill:
+                self._owed -= 1
+                steps = [(work, work.rows_left) for work in wave]
+                return steps + self._beside(steps)
+        self._sliced = True
+        return self._slice(self._slice_limit())
+
+    def _beside(self, steps: Batch) -> Batch:
+        """Prefill rows for the same batch."""
+        if self._mixed_rows is None or not self._prefill or not steps:
+            return []
+        self._sliced = True
+        used = sum(rows for _, rows in steps)
+        taken = {work.segment.sequence for work, _ in steps}
+        return self._slice(max(0, min(self._mixed_rows, self._max_batch) - used), taken)
+
+    def _slice_limit(self) -> int:
+        """Rows of the next slice of prefill."""
+        first = self._prefill[0]
+        if self._live - {first.segment.sequence}:
+            return self._slice_rows
+        return max(MOST_PREFILL_ROWS, first.rows_left)
+
+    def _slice(self, limit: int, taken: set[int] | None = None) -> Batch:
+        limit = min(limit, self._max_batch)
+        sequences = set(taken or ())
+        batch: Batch = []
+        for work in self._prefill:
+            rows = min(work.rows_left, limit) if work.sliceable else work.rows_left
+            first = not batch and not taken
+            if rows <= 0 or (rows > limit and not first) or work.segment.sequence in sequences:
+                break
+            batch.append((work, rows))
+            sequences.add(work.segment.sequence)
+            limit -= rows
+        for _ in batch:
+            self._prefill.popleft()
+        return batch
+
+    # -- running ---------------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch) -> list[Work]:
+        try:
+            return self._run_together(batch)
+        except Exception as exc:
+            # Every sequence is as it was, or lost where it cannot be trimmed. A bad row must not fail others.
+            if len(batch) == 1:
+                work = batch[0][0]
+                return [work] if work.finish(exc) else []
+        woken: list[Work] = []
+        for work, rows in batch:
+            if work.cancelled:
+                woken += [work] if work.finish(WorkCancelled("the request ended while it ran")) else []
+            else:
+                woken += self._run([(work, rows)])
+        return woken
+
+    def _run_together(self, batch: Batch) -> list[Work]:
+        """One native batch. Raises what the engine raises."""
+        segments = [work.next_segment(rows) for work, rows in batch]
+        total = sum(rows for _, rows in batch)
+        self._running = segments, [work for work, _ in batch]
+        started = microseconds()
+        if self._width == 0:
+            self._engine.decode(segments)
+        elif len(batch) == 1:
+            self._engine.decode(segments, batch[0][0].next_output(total))
+        else:
+            self._decode_scattered(segments, batch, total)
+        elapsed_us = microseconds() - started
+        woken: list[Work] = []
+        first_logits = 0
+        for (work, rows), segment in zip(batch, segments, strict=True):
+            work.compute_us += elapsed_us * rows // total
+            work.batch_size = len(batch)
+            if work.decodes:
+                self._live.add(segment.sequence)
+            if work.ran(self._engine, rows, first_logits):
+                woken.append(work)
+            first_logits += segment.logits
+        self._observe(batch, elapsed_us / 1e6)
+        return woken
+
+    def _decode_scattered(self, segments: list[Segment], batch: Batch, total: int) -> None:
+        """Decode rows whose boundaries belong into buffers of their own."""
+        size = total * self._width
+        if len(self._scratch) < size:
+            self._scratch = bytearray(size)
+        boundary = memoryview(self._scratch)[:size]
+        self._engine.decode(segments, boundary)
+        start = 0
+        for work, rows in batch:
+            target = work.next_output(rows)
+            assert target is not None
+            target[:] = boundary[start : start + len(target)]
+            start += len(target)
+
+    def _observe(self, batch: Batch, elapsed: float) -> None:
+        """Learn how long steps and slices take."""
+        steps = sum(1 for work, _ in batch if work.decodes)
+        if steps == len(batch):
+            self._step_secs += (elapsed - self._step_secs) * (_SMOOTHING if self._step_secs else 1.0)
+            self._waves.observe_step(steps, elapsed)
+        elif not steps and self._live and self._step_secs:
+            rows = sum(rows for _, rows in batch)
+            if rows >= self._slice_rows and elapsed <= self._step_secs / 2:
+                self._slice_rows = min(2 * self._slice_rows, MOST_PREFILL_ROWS)
+            elif elapsed > self._step_secs and self._slice_rows > LEAST_PREFILL_ROWS:
+                self._slice_rows = max(LEAST_PREFILL_ROWS, self._slice_rows // 2)

@@ -1,0 +1,210 @@
+"""How fast a chain would be with another number of decode groups: fitted to what stage 0 measures.
+
+One wave of all sessions leaves every stage but one idle; a wave of one wastes the engine. ``N`` sessions in
+``G`` groups of ``b = N / G`` rows each make, per second, ``N / max(T(b), B)`` tokens, where
+
+* ``T(b)`` is the time of a wave's ring when it waits nowhere: network delay and the compute of all stages;
+* ``B`` is what the chain needs for all G waves when it never rests: their compute, divided by the chain's
+  *width*, the number of stages that then compute at the same time. That is all of them where they are
+  equal and each has a processor of its own, and less where one is slow or where they share processors.
+
+Batch sizes that were not measured lie on a line ``a + c * b``, for the steps of stage 0 and for rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import attrs
+
+SMOOTHING: Final = 0.2
+"""Weight of a new measurement in an average."""
+FORGETTING: Final = 0.001
+"""What was learnt in other circumstances fades so fast, per measurement."""
+FORGOTTEN: Final = 0.02
+"""Weight below which a batch size counts as not measured."""
+QUEUED: Final = 1.2
+"""A ring that takes so many times what it should has waited somewhere."""
+TAPERING: Final = 0.7
+"""The slope of a prediction beyond the largest batch that was measured, as a part of the line's: a row costs
+less in a larger batch. A promise that proves false is found out by one trial, an opportunity that is never
+taken is not found at all."""
+MEMORY: Final = 1000
+"""Rings for which a measured cycle counts more than a predicted one."""
+FIXED_PART: Final = 0.5
+"""The part of a step that does not depend on its rows, until two batch sizes were measured."""
+
+
+class _Averages:
+    """Moving averages of a time, one per batch size. What was not measured for long fades and is dropped."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[float, float]] = {}
+
+    def add(self, rows: int, seconds: float) -> None:
+        value, weight = self._values.get(rows, (seconds, 0.0))
+        kept = {
+            size: (other, faded)
+            for size, (other, old) in self._values.items()
+            if (faded := old * (1 - FORGETTING)) > FORGOTTEN
+        }
+        self._values = kept
+        kept[rows] = (value + SMOOTHING * (seconds - value), min(1.0, weight + SMOOTHING))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __getitem__(self, rows: int) -> float:
+        return self._values[rows][0]
+
+    def __contains__(self, rows: int) -> bool:
+        return rows in self._values
+
+    def line(self) -> tuple[float, float]:
+        """``a, c`` of ``a + c * rows``, neither negative, by weighted least squares."""
+        points = [(rows, value, weight) for rows, (value, weight) in self._values.items()]
+        total = sum(weight for _, _, weight in points)
+        mean_rows = sum(weight * rows for rows, _, weight in points) / total
+        mean = sum(weight * value for _, value, weight in points) / total
+        if len(points) == 1:
+            return FIXED_PART * mean, (1 - FIXED_PART) * mean / mean_rows
+        spread = sum(weight * (rows - mean_rows) ** 2 for rows, _, weight in points)
+        slope = sum(weight * (rows - mean_rows) * (value - mean) for rows, value, weight in points) / spread
+        slope = min(max(slope, 0.0), mean / mean_rows)
+        return mean - slope * mean_rows, slope
+
+    def on_line(self, rows: int) -> float:
+        """The average of this batch size, or what the line says of it."""
+        fixed, each = self.line()
+        return self[rows] if rows in self._values else fixed + each * rows
+
+    def predict(self, rows: int) -> float:
+        """The average of this batch size, or what the line says, tapering off beyond what was measured."""
+        if rows in self._values:
+            return self[rows]
+        fixed, each = self.line()
+        largest = max(self._values)
+        return fixed + each * (min(rows, largest) + TAPERING * max(0, rows - largest))
+
+
+@attrs.define
+class _Cycle:
+    """What was measured with a number of sessions in a number of groups.
+
+    Attributes:
+        ring: of its largest wave, waits included.
+        seconds: between two waves of a group.
+        measured: the count of rings when it was measured last.
+    """
+
+    ring: float
+    seconds: float = 0.0
+    measured: int = 0
+
+    def forgotten(self, count: int) -> bool:
+        return count - self.measured > MEMORY
+
+
+class RingModel:
+    """Predicts the tokens per second of a chain, for any number of groups.
+
+    Args:
+        stages: of the chain, at least 1.
+
+    Attributes:
+        width: how many stages compute at the same time when there is enough to do.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._steps = _Averages()
+        self._rings = _Averages()
+        self._latest: dict[int, float] = {}
+        self._cycles: dict[tuple[int, int], _Cycle] = {}
+        self._count = 0
+        self.width = float(stages)
+
+    def observe_step(self, groups: int, rows: int, seconds: float) -> None:
+        """One batch of decode rows took so long at stage 0, while there were so many groups."""
+        latest = self._latest.get(rows, seconds)
+        self._latest[rows] = latest + SMOOTHING * (seconds - latest)
+        # Stages that share processors slow each other down: that is the width's, not the step's.
+        if groups == 1 or len(self._steps) < 2 or seconds <= QUEUED * self._steps.on_line(rows):
+            self._steps.add(rows, seconds)
+
+    def observe_ring(self, sizes: Sequence[int], seconds: float) -> None:
+        """A wave of the largest group came around, so long after it was sent, with groups of ``sizes``."""
+        rows, key = max(sizes), (sum(sizes), len(sizes))
+        steps = [self._latest.get(size, self.step(size)) for size in sizes]
+        ring = max(steps) + seconds
+        known = self._cycles.get(key)
+        if known is None or known.forgotten(self._count):
+            known = self._cycles[key] = _Cycle(ring)
+        known.ring += SMOOTHING * (ring - known.ring)
+        known.seconds = cycle = max(known.ring, sum(steps))
+        known.measured = self._count = self._count + 1
+        self.width += FORGETTING * (self._stages - self.width)
+        busy = len(sizes) > 1 and (cycle > known.ring or self._has_queued(sizes, known.ring))
+        if not busy or (rows in self._rings and ring < self._rings[rows]):
+            self._rings.add(rows, ring)
+        width = self._work(sizes) / cycle
+        if busy:
+            self.width += SMOOTHING * (max(1.0, width) - self.width)
+        self.width = max(self.width, width)
+
+    def _has_queued(self, sizes: Sequence[int], seconds: float) -> bool:
+        """Whether a ring of the largest wave has waited for others, on any stage."""
+        known, rows = self._rings, max(sizes)
+        if any(seconds > known[size] for size in known if size > rows):
+            return True
+        if len(known) < 2:
+            return False
+        # Else rings that wait a little would pass for a little longer ones, again and again.
+        return seconds > QUEUED * known.on_line(rows) or self._work(sizes) / self.width > 0.9 * seconds
+
+    def step(self, rows: int) -> float:
+        """Seconds that stage 0 takes for a batch of so many rows. After the first measurement."""
+        return self._steps.predict(rows)
+
+    def ring(self, rows: int) -> float:
+        """Seconds of a wave's ring, stage 0 included, if it waits nowhere. After the first ring."""
+        if rows in self._rings or len(self._rings) > 1:
+            return self._rings.predict(rows)
+        (size,) = self._rings
+        compute = self._rings[size] - self.delay
+        return self.delay + compute * self.step(rows) / self.step(size)
+
+    @property
+    def delay(self) -> float:
+        """Seconds of a ring in which nobody computes: what it has beyond the compute of all stages.
+
+        How much more than stage 0 all stages compute shows in how much more a row costs. While that is not
+        known, they are taken to be equal.
+        """
+        fixed, each = self._steps.line()
+        if len(self._rings) > 1 and len(self._steps) > 1 and each * max(self._rings) > 0.1 * fixed:
+            ring_fixed, ring_each = self._rings.line()
+            return max(0.0, ring_fixed - fixed * ring_each / each)
+        beyond = [self._rings[size] - self._stages * self.step(size) for size in self._rings]
+        return max(0.0, sum(beyond) / len(beyond))
+
+    def _work(self, sizes: Iterable[int]) -> float:
+        """Seconds of compute, on all stages together, of waves of these sizes."""
+        delay = self.delay
+        return sum(max(self.ring(size) - delay, self.step(size)) for size in sizes)
+
+    def rate(self, sizes: Sequence[int]) -> float:
+        """Tokens per second with groups of these sizes. After the first ring.
+
+        Waves do not overtake each other, so the largest one sets the pace of all. What was measured not long
+        ago counts instead of what is predicted.
+        """
+        known = self._cycles.get((sum(sizes), len(sizes)))
+        if known is not None and not known.forgotten(self._count):
+            return sum(sizes) / known.seconds
+        busy = max(self._work(sizes) / self.width, sum(map(self.step, sizes)))
+        return sum(sizes) / max(self.ring(max(sizes)), busy)

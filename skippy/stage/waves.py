@@ -1,0 +1,233 @@
+"""Decode steps on their way into a native batch: which belong together, and who is waited for.
+
+With one wave of all sessions every stage but one would be idle, and with batches of one the engine is wasted.
+So stage 0 keeps its sessions in groups (:mod:`skippy.stage.groups`); the steps of a group that it computes
+together are a wave, and every later stage computes those rows together again. Rows that belong to no wave, in
+a chain of one or from a peer that knows none, are batched with whatever is there.
+
+Only the engine's thread uses what is here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import attrs
+
+from skippy.protocol.kinds import DECODE_WAVE_NUMBERS, MAX_DECODE_WAVE_ROWS
+from skippy.protocol.waves import Wave
+
+from .groups import DecodeGroups
+from .wave_window import WaveWindow
+from .work import Work
+
+_REMEMBERED: Final = 64
+"""Waves that left without all their rows, whose late rows need not wait again."""
+
+
+@attrs.define(slots=True)
+class _Arriving:
+    """Rows of one wave that stage 0 has formed, as they arrive at a later stage."""
+
+    rows: list[Work] = attrs.field(factory=list)
+    first_at: float = 0.0
+
+
+@attrs.define(slots=True)
+class _Group:
+    """The sessions of one group at stage 0.
+
+    Attributes:
+        rows: steps that wait for the rest of the group.
+        away: sequences whose step has left and whose next one is not here yet, with the number of its wave.
+        number, sent_at, sent: of the last wave: its number, when it left, and how many rows it had.
+        measured: nobody has left that wave, so its way round tells something.
+        returned_at: when the first row of that wave was followed by its next step; None before.
+        waiting_since: when the first of ``rows`` arrived.
+    """
+
+    rows: list[Work] = attrs.field(factory=list)
+    away: dict[int, int] = attrs.field(factory=dict)
+    number: int = -1
+    sent_at: float = 0.0
+    sent: int = 0
+    measured: bool = False
+    returned_at: float | None = None
+    waiting_since: float = 0.0
+
+
+class WaveQueue:
+    """Decode steps, and when they may run.
+
+    Args:
+        groups: at stage 0 of a longer chain, which group a session is in; None elsewhere.
+        window: how long the rest of a wave is waited for.
+        patient: whether anything is waited for; else every step may run as it comes.
+    """
+
+    def __init__(
+        self,
+        groups: DecodeGroups[int] | None = None,
+        window: WaveWindow | None = None,
+        *,
+        patient: bool = True,
+    ) -> None:
+        self._groups = groups
+        self._patient = patient
+        self._window = window or WaveWindow()
+        self._loose: list[Work] = []
+        self._arriving: dict[Wave, _Arriving] = {}
+        self._incomplete: deque[Wave] = deque(maxlen=_REMEMBERED)
+        self._local: dict[int, _Group] = {}
+        self._number = 0
+        self._step_secs = 0.0
+        self._ring_secs = 0.0
+
+    # -- rows come and go ------------------------------------------------------------------------------
+
+    def add(self, work: Work, now: float) -> None:
+        if work.forms_waves and self._groups is not None:
+            self._add_local(self._groups, work, now)
+        elif (wave := work.wave) is not None and wave.rows > 1 and self._patient:
+            arriving = self._arriving.get(wave)
+            if arriving is None:
+                arriving = self._arriving[wave] = _Arriving(first_at=now)
+            arriving.rows.append(work)
+            if len(arriving.rows) == wave.rows:
+                self._window.observe(now - arriving.first_at)
+        else:
+            self._loose.append(work)
+
+    def _add_local(self, groups: DecodeGroups[int], work: Work, now: float) -> None:
+        sequence = work.segment.sequence
+        self._came_back(sequence, now)
+        number = groups.between_waves(sequence) if sequence in groups else groups.join(sequence)
+        group = self._local.setdefault(number, _Group())
+        if not group.rows:
+            group.waiting_since = now
+        group.rows.append(work)
+
+    def _came_back(self, sequence: int, now: float) -> None:
+        """The step of this sequence that left last is through the ring."""
+        for group in self._local.values():
+            number = group.away.pop(sequence, None)
+            if number is None or number != group.number:
+                continue  # a late one of an earlier wave joins again
+            if group.returned_at is None:
+                group.returned_at = now
+            if not group.away and group.measured and self._groups is not None:
+                self._window.observe(now - group.returned_at)
+                ring = now - group.sent_at
+                self._ring_secs += (ring - self._ring_secs) * (0.25 if self._ring_secs else 1.0)
+                self._groups.observe_ring(group.sent, ring)
+
+    def leave(self, sequence: int) -> None:
+        """The session does not go on, or not soon: nobody waits for it."""
+        if self._groups is None:
+            return
+        for group in self._local.values():
+            if group.away.pop(sequence, None) is not None:
+                group.measured = False
+        if sequence in self._groups:
+            self._groups.leave(sequence)
+
+    def observe_step(self, rows: int, seconds: float) -> None:
+        """A batch of decode steps took this long."""
+        self._step_secs += (seconds - self._step_secs) * (0.25 if self._step_secs else 1.0)
+        if self._groups is not None:
+            self._groups.observe_step(rows, seconds)
+
+    # -- when they may run -----------------------------------------------------------------------------
+
+    def ready_count(self, now: float) -> int:
+        """Batches that may run now."""
+        return (
+            bool(self._loose)
+            + sum(self._due(wave, rows) <= now for wave, rows in self._arriving.items())
+            + sum(self._group_due(group) <= now for group in self._local.values() if group.rows)
+        )
+
+    def wait_secs(self, now: float) -> float | None:
+        """How long until a batch may run; None when nothing waits."""
+        if self._loose:
+            return 0.0
+        dues = [self._due(wave, rows) for wave, rows in self._arriving.items()]
+        dues += [self._group_due(group) for group in self._local.values() if group.rows]
+        return max(0.0, min(dues) - now) if dues else None
+
+    def imminent_secs(self, now: float) -> float | None:
+        """How long until a wave that has begun to arrive may run; None when there is none."""
+        if self._loose:
+            return 0.0
+        dues = [self._due(wave, rows) for wave, rows in self._arriving.items()]
+        dues += [
+            self._group_due(group)
+            for group in self._local.values()
+            if group.rows and (group.returned_at is not None or not group.away)
+        ]
+        return max(0.0, min(dues) - now) if dues else None
+
+    def _due(self, wave: Wave, arriving: _Arriving) -> float:
+        if len(arriving.rows) >= wave.rows or wave in self._incomplete:
+            return 0.0
+        return arriving.first_at + self._window.seconds(self._step_secs)
+
+    def _group_due(self, group: _Group) -> float:
+        if not group.away:
+            return 0.0
+        if group.returned_at is not None:
+            return group.returned_at + self._window.seconds(self._step_secs)
+        # Sessions that join wait for the others to come round, so that they go on together.
+        return group.waiting_since + 1.5 * self._ring_secs
+
+    def take_ready(self, now: float, max_rows: int) -> list[Work]:
+        """The rows of the batch that has waited longest, at most ``max_rows``; none if none is ready."""
+        for wave, arriving in self._arriving.items():
+            if self._due(wave, arriving) <= now:
+                del self._arriving[wave]
+                if len(arriving.rows) < wave.rows:
+                    self._incomplete.append(wave)
+                return self._cut(arriving.rows, max_rows)
+        if self._loose:
+            rows, self._loose = self._loose, []
+            return self._cut(rows, max_rows)
+        due = [group for group in self._local.values() if group.rows and self._group_due(group) <= now]
+        if not due:
+            return []
+        return self._send(min(due, key=lambda group: group.waiting_since), now, max_rows)
+
+    def _cut(self, rows: list[Work], max_rows: int) -> list[Work]:
+        """The first rows that fit; the rest is ready at once."""
+        total = 0
+        for index, work in enumerate(rows):
+            total += work.rows_left
+            if total > max_rows and index:
+                self._loose[:0] = rows[index:]
+                return rows[:index]
+        return rows
+
+    def _send(self, group: _Group, now: float, max_rows: int) -> list[Work]:
+        limit = min(max_rows, MAX_DECODE_WAVE_ROWS)
+        rows, group.rows = group.rows[:limit], group.rows[limit:]
+        group.waiting_since = now
+        self._number = (self._number + 1) % DECODE_WAVE_NUMBERS
+        wave = Wave(self._number, len(rows))
+        for work in rows:
+            work.wave = wave
+            group.away[work.segment.sequence] = wave.number
+        group.number, group.sent_at, group.sent = wave.number, now, len(rows)
+        group.returned_at, group.measured = None, True
+        return rows
+
+    def take_all(self) -> list[Work]:
+        """Everything that waits; nothing does afterwards."""
+        works = [*self._loose]
+        for arriving in self._arriving.values():
+            works += arriving.rows
+        for group in self._local.values():
+            works += group.rows
+            group.rows = []
+        self._loose = []
+        self._arriving.clear()
+        return works
