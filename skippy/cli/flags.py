@@ -150,7 +150,7 @@ link_options = combine(
         default=4,
         show_default=True,
         metavar="N",
-        help="Frames of a lane that may wait before and after the engine.",
+        help="Frames of a lane that may wait for the engine.",
     ),
     click.option(
         "--reply-credit-limit",

@@ -34,8 +34,8 @@ class StageOptions:
     """How a stage runs, apart from what it is."""
 
     max_inflight: int = key(
-        "Frames of one lane that may wait to be carried out, and as many that may wait to be sent on; more "
-        "wait with their sender.",
+        "Frames of one lane that may wait to be carried out; more wait with their sender. Has nothing to do "
+        "with lane_count.",
         default=4,
     )
     reply_credit_limit: int | None = key(

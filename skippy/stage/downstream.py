@@ -59,7 +59,7 @@ class Downstream:
         self._context = context
         self._link = link
         self._width = context.info.output_width
-        self._writer = LinkWriter(link, context.options.max_inflight)
+        self._writer = LinkWriter(link)
         self.write = self._writer.run
         self._window = window
         self._acks: deque[tuple[bool, Callable[[Reply], None]]] = deque()

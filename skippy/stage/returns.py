@@ -119,7 +119,7 @@ class ReturnStream:
         self.annexed = annexed
         self.plain = plain
         self._link = link
-        self._writer = LinkWriter(link, context.options.max_inflight)
+        self._writer = LinkWriter(link)
         self._scope = trio.CancelScope()
 
     async def write(self) -> None:

@@ -10,6 +10,9 @@ from .framing import ACCEPT_SECS, send_frame
 from .links import Link
 from .queues import SendQueue
 
+QUEUED_FRAMES = 8
+"""Frames that may wait for a link's writer. How many prefill chunks may be under way is for credit to say."""
+
 
 class Reservation:
     """One frame that may leave from another thread, ahead of all that is put after it."""
@@ -37,13 +40,14 @@ class Reservation:
 class LinkWriter:
     """Sends whole frames on a link for one other task, which is never in the middle of a send.
 
-    :meth:`run` is its task; it raises LinkClosed when the link ends.
+    :meth:`run` is its task; it raises LinkClosed when the link ends. One writer, in order, is also every
+    barrier that a lane needs: what is put behind a frame leaves behind it.
 
     Args:
         capacity: frames that may wait.
     """
 
-    def __init__(self, link: Link, capacity: int) -> None:
+    def __init__(self, link: Link, capacity: int = QUEUED_FRAMES) -> None:
         self._link = link
         self._queue: SendQueue[Sequence[Buffer]] = SendQueue(capacity)
 

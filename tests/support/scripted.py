@@ -59,21 +59,25 @@ class ScriptedLane:
         """Take ConfigureGeneration, open the return stream, acknowledge."""
         message = await self.receive(MessageKind.CONFIGURE_GENERATION)
         if self.returns is None:
-            transport = self.stage.context.transport
-            self.returns = await dial_stage(
-                transport,
-                self.stage.endpoint,
-                token=None,
-                source_host=None,
-                timeout_secs=5,
-                request=last_admission().stage_zero,
-            )
-            kind = MessageKind.PREDICTION_RETURN_OPEN
-            opening = Message(
-                kind, default_state(kind), request_id=message.request_id, session_id=message.session_id
-            )
-            await self.returns.send(encode_message(opening))
+            await self.open_returns(message)
         await self.acknowledge()
+
+    async def open_returns(self, message: Message) -> None:
+        """Dial stage 0 for the return stream of the lane that ``message`` came on."""
+        transport = self.stage.context.transport
+        self.returns = await dial_stage(
+            transport,
+            self.stage.endpoint,
+            token=None,
+            source_host=None,
+            timeout_secs=5,
+            request=last_admission().stage_zero,
+        )
+        kind = MessageKind.PREDICTION_RETURN_OPEN
+        opening = Message(
+            kind, default_state(kind), request_id=message.request_id, session_id=message.session_id
+        )
+        await self.returns.send(encode_message(opening))
 
     async def predict(self, token: int) -> None:
         """Take one decode step and answer it."""
