@@ -195,7 +195,7 @@ async def open_lanes(
         for config in configs[1:]:
             await stack.enter_async_context(_stage_process(config, topology, spec))
         stage = await stack.enter_async_context(open_stage(configs[0], topology, spec, telemetry))
-        pool = LanePool(stage, spec.lanes, queue_limit=spec.lanes)
+        pool = LanePool(stage, spec.lanes)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pool.serve)
             with trio.fail_after(READY_SECS):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -282,15 +283,22 @@ async def open_openai(
             f"this is stage {config.stage_index} with layers {config.layer_start}:{config.layer_end}"
         )
     lanes = options.generation_concurrency or config.lane_count
-    if lanes > config.lane_count:
-        raise StageStartError(
-            f"{config.stage_id}: generation concurrency {lanes} is more than lane_count {config.lane_count}"
-        )
-    pool = LanePool(stage, lanes, queue_limit=min(max(8 * lanes, 16), 256))
+    least = options.adaptive_generation_min_concurrency or 1
+    for what, wanted in (("generation concurrency", lanes), ("adaptive generation min concurrency", least)):
+        if wanted > config.lane_count:
+            raise StageStartError(
+                f"{config.stage_id}: {what} {wanted} is more than lane_count {config.lane_count}"
+            )
+    pool = LanePool(stage, lanes)
     generator = ChainGenerator(stage, pool, options.model_id or config.model_id, options)
     telemetry = stage.context.telemetry
     app = create_app(
-        generator, FrontendOptions(default_max_tokens=options.default_max_tokens, telemetry=telemetry)
+        generator,
+        FrontendOptions(
+            default_max_tokens=options.default_max_tokens,
+            keep_alive_secs=options.stream_keep_alive_secs or math.inf,
+            telemetry=telemetry,
+        ),
     )
     shutdown = trio.Event()
     serve = functools.partial(serve_http, app, listen_socket or str(options.bind_endpoint), shutdown=shutdown)

@@ -446,6 +446,24 @@ class TestOptions:
                 {"prefill_chunk_policy": "fixed", "prefill_adaptive_step": 64},
                 "prefill_adaptive_step: has no effect with prefill_chunk_policy fixed",
             ),
+            ({"generation_queue_capacity": 0}, "generation_queue_capacity: is 0"),
+            (
+                {"generation_admission_timeout_secs": -1.0},
+                "generation_admission_timeout_secs: is -1, must be 0 to 86400",
+            ),
+            ({"stream_keep_alive_secs": float("nan")}, "stream_keep_alive_secs: is nan, must be 0 to 86400"),
+            (
+                {"adaptive_generation_min_concurrency": 1},
+                "adaptive_generation_min_concurrency: needs adaptive_generation_concurrency",
+            ),
+            (
+                {
+                    "adaptive_generation_concurrency": True,
+                    "adaptive_generation_min_concurrency": 3,
+                    "generation_concurrency": 2,
+                },
+                "adaptive_generation_min_concurrency: is 3, above generation_concurrency 2",
+            ),
         ],
     )
     def test_openai_options_refused(self, settings: dict[str, Any], text: str) -> None:

@@ -176,6 +176,14 @@ link_options = combine(
 )
 
 
+ADMISSION_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
+    ("generation-queue-capacity", int, "N", "Requests that may wait on top; default: 8 per lane, 16 to 256."),
+    ("generation-admission-timeout-secs", float, "SECONDS", "Longest wait before a 429; 0: no limit."),
+    ("adaptive-generation-concurrency", bool, "", "Find out how many at once serve most tokens."),
+    ("adaptive-generation-min-concurrency", int, "N", "The fewest at once when adaptive; default: 1."),
+    ("stream-keep-alive-secs", float, "SECONDS", "Comments in streams that wait to begin; 0: none."),
+)
+"""Name, type, placeholder and text of each option that says who runs when; bool: a flag."""
 PREFILL_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("prefill-chunk-policy", str, "NAME", "How prompts are cut: fixed, schedule or adaptive-ramp."),
     ("prefill-chunk-size", int, "TOKENS", "Chunks of fixed; longest one-chunk prompt of adaptive-ramp."),
@@ -185,11 +193,13 @@ PREFILL_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("prefill-adaptive-max", int, "TOKENS", "Its largest chunk."),
     ("prefill-adaptive-target-ms", float, "MS", "What a chunk should take the slowest stage at most."),
 )
-"""Name, type, placeholder and text of each option that says how prompts are cut."""
+"""The same for the options that say how prompts are cut."""
 
 
-def _prefill(prefix: str, name: str, kind: Any, metavar: str, text: str) -> Callable[[F], F]:
+def _openai(prefix: str, name: str, kind: Any, metavar: str, text: str) -> Callable[[F], F]:
     key = name.replace("-", "_")
+    if kind is bool:
+        return click.option(f"--{prefix}{name}", key, is_flag=True, help=text)
     default = getattr(attrs.fields(OpenAIOptions), key).default
     shown = default is not None
     return click.option(
@@ -199,7 +209,6 @@ def _prefill(prefix: str, name: str, kind: Any, metavar: str, text: str) -> Call
 
 def openai_options(prefix: str) -> Callable[[F], F]:
     """The OpenAI endpoint's options, with ``prefix`` ("openai-" or "") in every name; not bind-addr."""
-    adaptive = "adapting the concurrency is"
     speculation = "speculative decoding is"
     return combine(
         click.option(f"--{prefix}model-id", "model_id", metavar="NAME", help="The name clients ask for."),
@@ -217,15 +226,7 @@ def openai_options(prefix: str) -> Callable[[F], F]:
             metavar="N",
             help="Requests generated at once; default: lane_count.",
         ),
-        *(_prefill(prefix, *option) for option in PREFILL_OPTIONS),
-        off(f"--{prefix}adaptive-generation-concurrency", adaptive, is_flag=True),
-        off(f"--{prefix}adaptive-generation-min-concurrency", adaptive),
-        off(f"--{prefix}generation-queue-capacity", "a limit for waiting requests is"),
-        off(
-            f"--{prefix}generation-admission-timeout-secs",
-            "a time limit for waiting requests is",
-            off_value=0,
-        ),
+        *(_openai(prefix, *option) for option in (*ADMISSION_OPTIONS, *PREFILL_OPTIONS)),
         off(f"--{prefix}speculative-config", speculation),
     )
 
@@ -328,5 +329,10 @@ def check_openai(config: StageConfig, options: OpenAIOptions) -> OpenAIOptions:
     if concurrency is not None and concurrency > config.lane_count:
         raise SettingError(
             f"generation concurrency {concurrency} is above the stage's lane_count {config.lane_count}"
+        )
+    least = options.adaptive_generation_min_concurrency
+    if least is not None and least > config.lane_count:
+        raise SettingError(
+            f"adaptive generation min concurrency {least} is above the stage's lane_count {config.lane_count}"
         )
     return options

@@ -16,6 +16,7 @@ from .stage import I32_MAX
 MAX_LINK_TOKEN_BYTES = 64
 MAX_WIRE_MS = 3_600_000
 """Longest that any part of a conditioned wire may hold a frame: one hour."""
+MAX_WAIT_SECS = 86_400
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -184,6 +185,28 @@ class OpenAIOptions:
         "Tokens generated at most when a request does not say; null: the rest of the context.", default=None
     )
     generation_concurrency: int | None = key("Requests generated at once; null: lane_count.", default=None)
+    generation_queue_capacity: int | None = key(
+        "Requests that may wait on top of those; more are answered with 429; null: eight for each of "
+        "those, 16 to 256.",
+        default=None,
+    )
+    generation_admission_timeout_secs: float = key(
+        "Longest wait for admission, predicted or real, before the answer is 429; 0: as long as the client "
+        "waits.",
+        default=0.0,
+    )
+    adaptive_generation_concurrency: bool = key(
+        "Find out how many requests at once serve most tokens, up to generation_concurrency.", default=False
+    )
+    adaptive_generation_min_concurrency: int | None = key(
+        "With adaptive_generation_concurrency: the fewest at once, where it starts; null: 1.", default=None
+    )
+    stream_keep_alive_secs: float = key(
+        "A stream that has not begun after so long begins with a comment, and gets another one that often "
+        "until its first token; 0: it begins with its first token. Errors before that have an HTTP status of "
+        "their own, later ones come in the stream.",
+        default=10.0,
+    )
     prefill_chunk_policy: ChunkPolicyName = key(
         "How a prompt is cut: `fixed`: into chunks of prefill_chunk_size; `schedule`: of "
         "prefill_chunk_schedule, whose last size repeats; `adaptive-ramp` (or `adaptive`): from "
@@ -214,7 +237,23 @@ class OpenAIOptions:
         _ = self.bind_endpoint
         require_text(self, "model_id")
         require_range(self, 1, I32_MAX, "default_max_tokens", "generation_concurrency", "prefill_chunk_size")
+        self._check_admission()
         self._check_chunks()
+
+    def _check_admission(self) -> None:
+        require_range(self, 1, I32_MAX, "generation_queue_capacity", "adaptive_generation_min_concurrency")
+        for name in ("generation_admission_timeout_secs", "stream_keep_alive_secs"):
+            secs = getattr(self, name)
+            require(0 <= secs <= MAX_WAIT_SECS, f"{name}: is {secs:g}, must be 0 to {MAX_WAIT_SECS}")
+        least, most = self.adaptive_generation_min_concurrency, self.generation_concurrency
+        require(
+            least is None or self.adaptive_generation_concurrency,
+            "adaptive_generation_min_concurrency: needs adaptive_generation_concurrency",
+        )
+        require(
+            least is None or most is None or least <= most,
+            f"adaptive_generation_min_concurrency: is {least}, above generation_concurrency {most}",
+        )
 
     def _check_chunks(self) -> None:
         policy, schedule = self.prefill_chunk_policy, self.prefill_chunk_schedule

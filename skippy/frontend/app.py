@@ -66,8 +66,8 @@ def _add_errors(app: QuartTrio) -> None:
     @app.errorhandler(ApiError)
     async def api_error(error: ApiError) -> Response:
         response = _json(error.envelope(), error.status)
-        if error.status == 429:
-            response.headers["retry-after"] = "1"
+        if error.retry_after_secs is not None:
+            response.headers["retry-after"] = str(error.retry_after_secs)
         return response
 
     @app.errorhandler(HTTPException)

@@ -16,6 +16,7 @@ from skippy.protocol import (
 from skippy.stage import LaneLost, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
+from .admission import AdmissionGate
 from .decoding import DecodeLoop
 from .generation import (
     ChainUnavailable,
@@ -39,6 +40,7 @@ class ChainGenerator:
     def __init__(
         self, stage: Stage, pool: LanePool, model_id: str, options: OpenAIOptions | None = None
     ) -> None:
+        options = options or OpenAIOptions()
         vocabulary = stage.vocabulary
         if vocabulary is None or not stage.info.is_first:
             raise ValueError("only the stage that owns layer 0 can serve generations")
@@ -46,8 +48,10 @@ class ChainGenerator:
         self._pool = pool
         self._model_id = model_id
         self._vocabulary = vocabulary
-        self.prefill = Prefill(stage, options or OpenAIOptions())
+        self.prefill = Prefill(stage, options)
         pool.on_request_over = self.prefill.learn
+        kv_tokens = stage.info.context_length * stage.info.max_sequences
+        self._gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
 
     @property
     def model_id(self) -> str:
@@ -65,6 +69,9 @@ class ChainGenerator:
     def unready(self) -> str | None:
         return self._pool.unready
 
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        return self._gate.preparing()
+
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:
         count, limit = len(request.prompt), self.context_length
@@ -77,8 +84,8 @@ class ChainGenerator:
         request = attrs.evolve(request, max_tokens=min(request.max_tokens, limit - count))
         telemetry = self._stage.context.telemetry
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
-            pooled = await self._pool.lease()
-        try:
+            admission = await self._gate.acquire(count, request.max_tokens)
+        with admission.running() as pooled:
             stream = ChainStream(pooled, request, self._vocabulary, self.prefill, telemetry)
             with telemetry.span(
                 names.STAGE_OPENAI_DECODE, level=Level.SUMMARY, prompt_token_count=count
@@ -89,9 +96,7 @@ class ChainGenerator:
                     stream.stop()
                     span["completion_token_count"] = stream.generated
                     span["finish_reason"] = stream.finish_reason
-        finally:
-            self.prefill.ended(pooled)
-            pooled.give_back()
+                    self.prefill.ended(pooled)
 
 
 class ChainStream:
@@ -148,6 +153,7 @@ class ChainStream:
             raise StopAsyncIteration
         token, self._logprobs = step
         self.generated += 1
+        self._pooled.token_received()
         return token
 
     def stop(self) -> None:

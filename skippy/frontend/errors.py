@@ -41,14 +41,24 @@ class ApiError(Exception):
         message: what was wrong, where, and what would be right.
         param: path of the request field at fault, or None.
         code: short machine-readable word.
+        retry_after_secs: when to try again, for the header of that name; None: nothing is known.
     """
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str = "",
+        retry_after_secs: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.param = param
         self.code = code or _CODES.get(status, "error")
+        self.retry_after_secs = retry_after_secs
 
     def envelope(self) -> dict[str, Any]:
         """The JSON body."""
@@ -63,7 +73,12 @@ class ApiError(Exception):
 
 def from_generation_error(error: GenerationError) -> ApiError:
     """The client's view of a generation that failed."""
-    return ApiError(str(error) or error.code, status=error.status, code=error.code)
+    return ApiError(
+        str(error) or error.code,
+        status=error.status,
+        code=error.code,
+        retry_after_secs=error.retry_after_secs,
+    )
 
 
 def internal_error() -> ApiError:

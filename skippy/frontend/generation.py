@@ -7,7 +7,7 @@ The HTTP side (:mod:`skippy.frontend.app`) knows only this module; the chain sid
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Literal, Protocol
 
 import attrs
@@ -24,10 +24,12 @@ class GenerationError(Exception):
     Attributes:
         status: HTTP status that fits (only of use before the first token).
         code: short machine-readable word, e.g. ``"stage_lost"``.
+        retry_after_secs: when it is worth another try; None: nothing is known about that.
     """
 
     status = 500
     code = "internal_server_error"
+    retry_after_secs: int | None = None
 
 
 class ContextLengthExceeded(GenerationError):
@@ -52,10 +54,21 @@ class ChainUnavailable(GenerationError):
 
 
 class TooManyRequests(GenerationError):
-    """All lanes are busy and the queue is full; worth another try later."""
+    """All lanes are busy, and the queue is full or the wait too long; worth another try later."""
 
     status = 429
     code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_secs: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_secs = retry_after_secs
+
+
+class WorkTimedOut(GenerationError):
+    """The chain made no progress with the generation for as long as it may."""
+
+    status = 504
+    code = "timeout"
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -113,12 +126,18 @@ class Generator(Protocol):
     def unready(self) -> str | None:
         """Why the chain cannot serve now, for clients; None while every stage is connected and loaded."""
 
+    def preparing(self) -> AbstractContextManager[None]:
+        """A block in which a request's prompt is made, which counts as one that waits for a lane.
+
+        Raises (on entering): TooManyRequests, the queue is full.
+        """
+
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[TokenStream]:
         """Start a generation; leaving the block, on any path, ends it and frees its lane.
 
         Entering waits for a free lane. Leaving early (stop string, disconnect, cancellation) never waits
         for the chain: the lane is cleaned up in the background.
 
-        Raises (on entering or from iteration): ContextLengthExceeded, InvalidSampling, TooManyRequests,
-        ChainUnavailable, or another GenerationError.
+        Raises (on entering, from iteration or on leaving): ContextLengthExceeded, InvalidSampling,
+        TooManyRequests, ChainUnavailable, WorkTimedOut, or another GenerationError.
         """

@@ -12,14 +12,12 @@ from skippy.stage import Lane, LaneLost, PendingReply, Stage, StageError
 from skippy.stage.nurseries import leaves
 from skippy.telemetry import get_logger, names
 
-from .generation import ChainUnavailable, TooManyRequests
+from .work import Work
 
 log = get_logger("skippy.frontend")
 
 REPLY_TIMEOUT_SECS = 300.0
 """Longest wait for one reply of the chain: far above a slow prefill, below what HTTP clients wait."""
-RECONNECT_WAIT_SECS = 3.0
-"""How long a request waits for a lane while none is connected."""
 RETRY_PAUSE_SECS = 0.5
 
 
@@ -58,6 +56,8 @@ class PooledLane:
         self.replies = replies
         self.request: tuple[int, int] | None = None
         """(request_id, session_id) of the generation that uses it; None before its first message."""
+        self.work: Work | None = None
+        """The generation's progress, where it was admitted by a gate."""
         self._returned = trio.Event()
 
     def give_back(self) -> None:
@@ -71,34 +71,39 @@ class PooledLane:
     async def handle(self, message: Message) -> PendingReply:
         """Execute a message and return the place of its reply. Raises StageError when the lane ends."""
         await self.lane.handle(message)
+        if self.work is not None:
+            self.work.renew()
         return self.replies.take()
 
     def handle_now(self, message: Message) -> PendingReply | None:
         """:meth:`handle` for a decode step that nothing has to be waited for; None where it is not one."""
         return self.replies.take() if self.lane.handle_now(message) else None
 
+    def token_received(self) -> None:
+        """The generation has got another token."""
+        if self.work is not None:
+            self.work.token()
+
 
 class LanePool:
     """Keeps ``size`` lanes connected; each is replaced when it fails.
 
-    Run :meth:`serve` in a nursery, then ``lease`` and ``give_back``.
+    Run :meth:`serve` in a nursery, then :meth:`take` lanes and ``give_back`` them.
 
     Args:
         size: lanes, at most the stage's lane_count.
-        queue_limit: generations that may wait for a lane; more are refused.
 
     Attributes:
         on_request_over: told what the stages of the chain have observed of each request.
     """
 
-    def __init__(self, stage: Stage, size: int, queue_limit: int) -> None:
+    def __init__(self, stage: Stage, size: int) -> None:
         self._stage = stage
-        self._size = size
-        self._queue_limit = queue_limit
+        self.size = size
         self._idle: deque[PooledLane] = deque()
         self._connected = 0
-        self._waiting: deque[object] = deque()
-        self._changed = trio.lowlevel.ParkingLot()
+        self._connecting = trio.lowlevel.ParkingLot()
+        self._watchers: list[Callable[[PooledLane], None]] = []
         self._last_error: str | None = None
         self._reported: str | None = None
         self.on_request_over: Callable[[ReplyStats], object] = lambda _: None
@@ -124,49 +129,36 @@ class LanePool:
 
     async def wait_ready(self) -> None:
         while not self.ready:
-            await self._changed.park()
+            await self._connecting.park()
+
+    def watch(self, changed: Callable[[PooledLane], None]) -> None:
+        """Have ``changed`` called with each lane that becomes idle or has ended. It must not raise."""
+        self._watchers.append(changed)
 
     async def serve(self) -> None:
         """Keep the lanes until cancelled."""
         async with trio.open_nursery() as nursery:
-            for _ in range(self._size):
+            for _ in range(self.size):
                 nursery.start_soon(self._keep_lane)
 
-    async def lease(self) -> PooledLane:
-        """A lane that is connected and idle; waits in order of arrival while all are in use.
-
-        Raises:
-            TooManyRequests: the queue is full.
-            ChainUnavailable: no lane is connected, nor becomes so within RECONNECT_WAIT_SECS.
-        """
-        waiting = len(self._waiting)
-        if waiting >= self._queue_limit:
-            raise TooManyRequests(
-                f"{self._size} generations run and {waiting} wait; try again when some have finished"
-            )
-        self._waiting.append(ticket := object())
-        try:
-            await trio.lowlevel.checkpoint()
-            while not (self._waiting[0] is ticket and self._drop_dead()):
-                if self._connected:
-                    await self._changed.park()
-                    continue
-                with trio.move_on_after(RECONNECT_WAIT_SECS) as scope:
-                    await self._changed.park()
-                if scope.cancelled_caught and (why := self.unready) is not None:
-                    raise ChainUnavailable(why)
-            pooled = self._idle.popleft()
-            pooled.lane.machine.lease()
-            return pooled
-        finally:
-            self._waiting.remove(ticket)
-            self._changed.unpark_all()  # whoever is first now
-
-    def _drop_dead(self) -> bool:
-        """Whether an idle, living lane is there; one that has just ended may still be in the list."""
+    @property
+    def idle(self) -> bool:
+        """Whether :meth:`take` has a lane to give."""
         while self._idle and self._idle[0].lane.failure is not None:
-            self._idle.popleft()
+            self._idle.popleft()  # it has just ended
         return bool(self._idle)
+
+    def take(self) -> PooledLane | None:
+        """A lane that is connected and idle, now leased; None while there is none."""
+        if not self.idle:
+            return None
+        pooled = self._idle.popleft()
+        pooled.lane.machine.lease()
+        return pooled
+
+    def _tell(self, pooled: PooledLane) -> None:
+        for changed in self._watchers:
+            changed(pooled)
 
     async def _keep_lane(self) -> None:
         while True:
@@ -198,15 +190,16 @@ class LanePool:
             lane.machine.connected()
             self._connected += 1
             self._reported = None
-            if self._connected == self._size:
-                telemetry.emit(names.STAGE_OPENAI_DOWNSTREAM_POOL_READY, pool_capacity=self._size)
+            self._connecting.unpark_all()
+            if self._connected == self.size:
+                telemetry.emit(names.STAGE_OPENAI_DOWNSTREAM_POOL_READY, pool_capacity=self.size)
             try:
                 await self._circulate(pooled)
             finally:
                 self._connected -= 1
                 if pooled in self._idle:
                     self._idle.remove(pooled)
-                self._changed.unpark_all()
+                self._tell(pooled)
                 nursery.cancel_scope.cancel()
         self._last_error = str(lane.failure)
         telemetry.emit(
@@ -224,7 +217,7 @@ class LanePool:
             nursery.start_soon(watch)
             while pooled.lane.failure is None:
                 self._idle.append(pooled)
-                self._changed.unpark_all()
+                self._tell(pooled)
                 await pooled.wait_given_back()
                 await self._clean(pooled)
 

@@ -30,6 +30,8 @@ class FrontendOptions:
         max_body_bytes: request bodies larger than this are answered with 413.
         body_timeout_secs: how long a client may take to send its body (408 after that).
         stall_timeout_secs: a client that takes nothing for this long loses its generation and connection.
+        keep_alive_secs: a stream that has not begun after this long begins with a comment, and has another
+            one that often until its first token; inf: it begins with the first token.
         event_buffer: events that may wait between a generation and its response writer.
         template_cpu_secs: processor time of one template rendering, which may take five times that in all.
         template_memory_bytes: address space of the template worker process.
@@ -41,6 +43,7 @@ class FrontendOptions:
     max_body_bytes: int = attrs.field(default=4 * MIB, validator=_at_least_one)
     body_timeout_secs: float = attrs.field(default=30.0, validator=_above_zero)
     stall_timeout_secs: float = attrs.field(default=10.0, validator=_above_zero)
+    keep_alive_secs: float = attrs.field(default=10.0, validator=_above_zero)
     event_buffer: int = attrs.field(default=16, validator=_at_least_one)
     template_cpu_secs: float = attrs.field(default=2.0, validator=_above_zero)
     template_memory_bytes: int = attrs.field(default=512 * MIB, validator=_at_least_one)

@@ -12,6 +12,8 @@ from .generation import FinishReason
 from .running import Usage
 
 DONE_EVENT = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients of server-sent events skip."""
 
 
 def dump(value: Any) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Literal
 
 import attrs
@@ -36,13 +36,14 @@ class Usage:
 
 
 class GenerationTask:
-    """Owns one generation from lane to last token.
+    """Owns one generation from prompt to last token.
 
     Start :meth:`run` in the nursery of the client's connection, wait for :meth:`started`, then read
     :attr:`events` to their end and look at :attr:`error` and :attr:`finish_reason`. The lane is free as soon
     as the generation ends, whether or not its events have been read.
 
     Args:
+        prepare: makes the request, in this task; an ApiError from it is the generation's.
         stall_secs: a reader that leaves a full channel alone for this long loses the generation.
         buffer: events the channel holds.
     """
@@ -50,21 +51,22 @@ class GenerationTask:
     def __init__(
         self,
         generator: Generator,
-        request: GenerationRequest,
+        prepare: Callable[[], Awaitable[GenerationRequest]],
         stops: Sequence[str],
         *,
         stall_secs: float,
         buffer: int,
     ) -> None:
         self._generator = generator
-        self._request = request
+        self._prepare = prepare
+        self._prompt_tokens = 0
         self._vocabulary: Vocabulary = generator.vocabulary
         self._detokeniser = Detokeniser()
         self._matcher = StopMatcher(stops)
         self._stall_secs = stall_secs
         self._send, self._receive = trio.open_memory_channel[str](buffer)
         self._scope = trio.CancelScope()
-        self._started = trio.Event()
+        self._begun = trio.Event()
         self._generated = 0
         self.outcome: Outcome = "running"
         self.finish_reason: FinishReason | None = None
@@ -72,7 +74,15 @@ class GenerationTask:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self._request.prompt), self._generated)
+        return Usage(self._prompt_tokens, self._generated)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there has been a token, or an end without one."""
+        return self._begun.is_set()
+
+    async def wait_begun(self) -> None:
+        await self._begun.wait()
 
     async def started(self) -> None:
         """Wait for the first token, or for the end if there is none.
@@ -80,7 +90,7 @@ class GenerationTask:
         Raises:
             ApiError: the generation failed before its first token.
         """
-        await self._started.wait()
+        await self._begun.wait()
         if self.error is not None and self._generated == 0:
             raise self.error
 
@@ -103,23 +113,23 @@ class GenerationTask:
             if self.outcome == "running":
                 self.outcome = "cancelled"
         except Exception as error:
-            known = _generation_error(error)
-            if known is None:
-                logger.error("a generation failed", exc_info=error)
-            self.outcome, self.error = "failed", from_generation_error(known) if known else internal_error()
+            self.outcome, self.error = "failed", _shown(error)
         finally:
             if self.outcome == "running":
                 self.outcome = "cancelled"
             if self.outcome == "cancelled" and self.error is None:
                 self.error = ApiError("the request was cancelled", status=500, code="cancelled")
-            self._started.set()
+            self._begun.set()
             self._send.close()
 
     async def _generate(self) -> None:
-        async with self._generator.generate(self._request) as stream:
+        with self._generator.preparing():
+            request = await self._prepare()
+            self._prompt_tokens = len(request.prompt)
+        async with self._generator.generate(request) as stream:
             async for token in stream:
                 self._generated += 1
-                self._started.set()
+                self._begun.set()
                 text = self._detokeniser.feed(self._vocabulary.piece(token))
                 if not await self._emit(self._matcher.feed(text)):
                     return
@@ -157,6 +167,12 @@ class GenerationTask:
         return False
 
 
-def _generation_error(error: BaseException) -> GenerationError | None:
-    """The generation's own error, also out of the groups that nurseries wrap errors in."""
-    return next((leaf for leaf in leaves(error) if isinstance(leaf, GenerationError)), None)
+def _shown(error: BaseException) -> ApiError:
+    """What the client is told, also out of the groups that nurseries wrap errors in."""
+    for leaf in leaves(error):
+        if isinstance(leaf, ApiError):
+            return leaf
+        if isinstance(leaf, GenerationError):
+            return from_generation_error(leaf)
+    logger.error("a generation failed", exc_info=error)
+    return internal_error()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, TypeVar
 
 import attrs
@@ -16,7 +16,16 @@ from .errors import ApiError
 from .generation import GenerationRequest, Generator
 from .options import FrontendOptions
 from .prompting import PromptBuilder, check_token_ids
-from .responses import DONE_EVENT, ChatShape, CompletionShape, ResponseShape, dump, error_event, event
+from .responses import (
+    DONE_EVENT,
+    KEEP_ALIVE,
+    ChatShape,
+    CompletionShape,
+    ResponseShape,
+    dump,
+    error_event,
+    event,
+)
 from .running import SHUTTING_DOWN, GenerationTask
 from .schemas import CommonRequest, check_model, parse_chat, parse_completion
 from .templates import TemplateRenderer
@@ -74,20 +83,28 @@ class CompletionService:
             ApiError: anything that goes wrong before the first token.
         """
         request = await self._parse(parse_chat, body)
-        prompt = await self._prompts.chat(request.messages)
+
+        async def prepare() -> GenerationRequest:
+            prompt = await self._prompts.chat(request.messages)
+            return self._generation_request(request, prompt, "messages")
+
         shape = ChatShape(self.model_id, include_usage=request.include_usage)
-        return await self._answer(request, prompt, "messages", shape, caller)
+        return await self._answer(request, prepare, shape, caller)
 
     async def completion(self, body: bytes, caller: Caller) -> Response:
         """Answer ``POST /v1/completions``. Raises as :meth:`chat` does."""
         request = await self._parse(parse_completion, body)
-        if isinstance(request.prompt, str):
-            prompt = await self._prompts.text(request.prompt)
-        else:
-            check_token_ids(request.prompt, self._generator.vocabulary)
-            prompt = list(request.prompt)
+
+        async def prepare() -> GenerationRequest:
+            if isinstance(request.prompt, str):
+                prompt = await self._prompts.text(request.prompt)
+            else:
+                check_token_ids(request.prompt, self._generator.vocabulary)
+                prompt = list(request.prompt)
+            return self._generation_request(request, prompt, "prompt")
+
         shape = CompletionShape(self.model_id, include_usage=request.include_usage)
-        return await self._answer(request, prompt, "prompt", shape, caller)
+        return await self._answer(request, prepare, shape, caller)
 
     async def _parse(self, parse: Callable[[bytes], R], body: bytes) -> R:
         if len(body) <= _INLINE_PARSE_BYTES:
@@ -119,21 +136,32 @@ class CompletionService:
         return GenerationRequest(prompt=prompt, max_tokens=min(wanted, room), sampling=request.sampling)
 
     async def _answer(
-        self, request: CommonRequest, prompt: list[int], param: str, shape: ResponseShape, caller: Caller
+        self,
+        request: CommonRequest,
+        prepare: Callable[[], Awaitable[GenerationRequest]],
+        shape: ResponseShape,
+        caller: Caller,
     ) -> Response:
         if self._closing:
             raise ApiError(SHUTTING_DOWN, status=503)
         task = GenerationTask(
             self._generator,
-            self._generation_request(request, prompt, param),
+            prepare,
             request.stop,
             stall_secs=self._options.stall_timeout_secs,
             buffer=self._options.event_buffer,
         )
         caller.nursery.start_soon(self._own, task, request, caller)
-        await task.started()
         if request.stream:
-            body = _stream(task, shape, include_usage=request.include_usage)
+            # What goes wrong in this time still gets a status of its own.
+            with trio.move_on_after(self._options.keep_alive_secs):
+                await task.started()
+            body = _stream(
+                task,
+                shape,
+                include_usage=request.include_usage,
+                keep_alive_secs=self._options.keep_alive_secs,
+            )
             response = Response(body, content_type="text/event-stream; charset=utf-8")
             response.headers["cache-control"] = "no-cache"
         else:
@@ -172,8 +200,14 @@ class CompletionService:
                     )
 
 
-async def _stream(task: GenerationTask, shape: ResponseShape, *, include_usage: bool) -> AsyncIterator[bytes]:
-    """Server-sent events of a started generation. Holds nothing that would need an await to let go."""
+async def _stream(
+    task: GenerationTask, shape: ResponseShape, *, include_usage: bool, keep_alive_secs: float
+) -> AsyncIterator[bytes]:
+    """Server-sent events of a generation. Holds nothing that would need an await to let go."""
+    while not task.begun:
+        yield KEEP_ALIVE
+        with trio.move_on_after(keep_alive_secs):
+            await task.wait_begun()
     opening = b"".join(event(chunk) for chunk in shape.opening())
     if opening:
         yield opening

@@ -86,10 +86,6 @@ def test_wrong_command_lines(capsys: Capture, arguments: list[str], text: str) -
 
 REFUSED = [
     ("serve-binary", ["--metrics-otlp-grpc", "http://x:4317"]),
-    ("serve-binary", ["--openai-adaptive-generation-concurrency"]),
-    ("serve-binary", ["--openai-adaptive-generation-min-concurrency", "1"]),
-    ("serve-binary", ["--openai-generation-queue-capacity", "16"]),
-    ("serve-binary", ["--openai-generation-admission-timeout-secs", "3"]),
     ("serve-binary", ["--openai-draft-model-path", "d.gguf"]),
     ("serve-binary", ["--openai-speculative-window", "4"]),
     ("serve-binary", ["--openai-adaptive-speculative-window"]),
@@ -99,7 +95,6 @@ REFUSED = [
     ("serve-openai", ["--metrics-otlp-grpc", "http://x:4317"]),
     ("serve-openai", ["--first-stage-addr", "127.0.0.1:19000"]),
     ("serve-openai", ["--openai-guardrails", "metrics"]),
-    ("serve-openai", ["--adaptive-generation-concurrency"]),
     ("serve-openai", ["--speculative-config", "plan.json"]),
     ("serve", ["--metrics-otlp-grpc", "http://x:4317"]),
 ]
@@ -119,7 +114,6 @@ def test_flags_of_missing_features_are_refused_by_name(
     ("command", "arguments"),
     [
         ("serve-binary", ["--downstream-wire-delay-ms", "0", "--openai-prefill-chunk-policy", "fixed"]),
-        ("serve-binary", ["--openai-generation-admission-timeout-secs", "0.0"]),
         ("serve-openai", ["--openai-guardrails", "off", "--prefill-chunk-policy", "fixed"]),
     ],
 )
@@ -160,6 +154,22 @@ def test_off_values_are_accepted(capsys: Capture, command: str, arguments: list[
         (
             ["--openai-bind-addr", "127.0.0.1:0", "--openai-generation-concurrency", "9"],
             "generation concurrency 9 is above the stage's lane_count 4",
+        ),
+        (
+            [
+                *("--openai-bind-addr", "127.0.0.1:0", "--openai-adaptive-generation-concurrency"),
+                *("--openai-adaptive-generation-min-concurrency", "5"),
+            ],
+            "adaptive generation min concurrency 5 is above the stage's lane_count 4",
+        ),
+        (
+            ["--openai-adaptive-generation-min-concurrency", "2"],
+            "adaptive_generation_min_concurrency: needs adaptive_generation_concurrency",
+        ),
+        (["--openai-generation-queue-capacity", "0"], "generation_queue_capacity: is 0"),
+        (
+            ["--openai-stream-keep-alive-secs", "5"],
+            "--openai-stream-keep-alive-secs needs --openai-bind-addr",
         ),
         (["--openai-prefill-chunk-size", "0"], "prefill_chunk_size: is 0"),
         (["--openai-prefill-chunk-policy", "big"], "prefill_chunk_policy: is 'big', must be one of fixed"),

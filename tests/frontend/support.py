@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -69,6 +69,13 @@ class ScriptedGenerator:
         self.active = 0
         self.idle = trio.Event()
         self.entry_error: GenerationError | None = None
+        self.queue_error: GenerationError | None = None
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        if self.queue_error is not None:
+            raise self.queue_error
+        yield
 
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ScriptedStream]:

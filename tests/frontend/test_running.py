@@ -14,8 +14,10 @@ from .support import Script, ScriptedGenerator, say
 
 
 def make(generator: ScriptedGenerator, *stops: str, max_tokens: int = 100) -> GenerationTask:
-    request = GenerationRequest(prompt=[1], max_tokens=max_tokens)
-    return GenerationTask(generator, request, stops, stall_secs=10, buffer=2)
+    async def prepare() -> GenerationRequest:
+        return GenerationRequest(prompt=[1], max_tokens=max_tokens)
+
+    return GenerationTask(generator, prepare, stops, stall_secs=10, buffer=2)
 
 
 async def collect(task: GenerationTask) -> str:

@@ -75,7 +75,7 @@ async def chain(
                 open_stage(config, topology, StageOptions(), engine, transport=transport, inline=True)
             )
         nursery = await stack.enter_async_context(trio.open_nursery())
-        pool = LanePool(stage, 1, queue_limit=4)
+        pool = LanePool(stage, 1)
         nursery.start_soon(pool.serve)
         yield stage, ChainGenerator(stage, pool, "toy")
         nursery.cancel_scope.cancel()
@@ -235,7 +235,7 @@ async def test_a_last_stage_that_only_knows_the_ready_word(
             refused = await plain_last_stage(transport, stage, listener)
 
         nursery.start_soon(peer)
-        pool = LanePool(stage, 1, queue_limit=4)
+        pool = LanePool(stage, 1)
         nursery.start_soon(pool.serve)
         generator = ChainGenerator(stage, pool, "toy")
         request = GenerationRequest(prompt=PROMPT, max_tokens=1)

@@ -13,7 +13,7 @@ import trio.testing
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
 from skippy.frontend.driver import ChainGenerator
-from skippy.frontend.generation import ContextLengthExceeded, GenerationRequest, TokenStream, TooManyRequests
+from skippy.frontend.generation import ContextLengthExceeded, GenerationRequest, TokenStream
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import SamplingConfig
 from tests.support.cluster import LAYERS, Cluster, fixed_chunks, toy_cluster
@@ -38,7 +38,7 @@ def unsplit_tokens(prompt: list[int], count: int, sampling: SamplingConfig | Non
 
 @contextlib.asynccontextmanager
 async def generator_over(cluster: Cluster, lanes: int = 2, chunk: int = 7) -> AsyncIterator[ChainGenerator]:
-    pool = LanePool(cluster.first, lanes, queue_limit=8)
+    pool = LanePool(cluster.first, lanes)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pool.serve)
         await pool.wait_ready()
@@ -179,57 +179,6 @@ async def test_an_end_of_generation_token_finishes_unless_ignored() -> None:
             assert tokens == unsplit_tokens(PROMPT, 5)
             request = GenerationRequest(prompt=PROMPT, max_tokens=20, sampling=ignoring)
             assert len(await generate(generator, request)) == 20
-
-
-async def test_a_full_queue_refuses_with_429() -> None:
-    with trio.fail_after(20):
-        async with toy_cluster(1, lane_count=1) as cluster:
-            pool = LanePool(cluster.first, 1, queue_limit=1)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(pool.serve)
-                await pool.wait_ready()
-                leased = await pool.lease()
-                nursery.start_soon(pool.lease)
-                await trio.testing.wait_all_tasks_blocked()
-                with pytest.raises(TooManyRequests):
-                    await pool.lease()
-                leased.give_back()
-                nursery.cancel_scope.cancel()
-
-
-async def test_lanes_are_given_in_order_of_arrival() -> None:
-    order: list[int] = []
-    with trio.fail_after(20):
-        async with toy_cluster(1, lane_count=1) as cluster:
-            pool = LanePool(cluster.first, 1, queue_limit=20)
-            async with trio.open_nursery() as nursery, trio.open_nursery() as clients:
-                nursery.start_soon(pool.serve)
-                await pool.wait_ready()
-                leased = await pool.lease()
-
-                async def client(number: int) -> None:
-                    lane = await pool.lease()
-                    order.append(number)
-                    lane.give_back()
-
-                for number in range(10):
-                    clients.start_soon(client, number)
-                    await trio.testing.wait_all_tasks_blocked()
-                leaving = trio.CancelScope()
-
-                async def leave() -> None:
-                    with leaving:
-                        await client(99)
-
-                clients.start_soon(leave)
-                await trio.testing.wait_all_tasks_blocked()
-                clients.start_soon(client, 10)
-                leaving.cancel()
-                leased.give_back()
-                while len(order) < 11:
-                    await trio.testing.wait_all_tasks_blocked()
-                nursery.cancel_scope.cancel()
-    assert order == list(range(11))
 
 
 async def wait_for_sequences(cluster: Cluster) -> None:

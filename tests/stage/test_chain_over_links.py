@@ -253,7 +253,7 @@ async def test_a_certificate_that_is_refused_is_told_at_once(
 
     with trio.fail_after(20):
         async with stage(1, "stranger"), stage(0, "chain") as first, trio.open_nursery() as nursery:
-            pool = LanePool(first, 4, queue_limit=4)
+            pool = LanePool(first, 4)
             nursery.start_soon(pool.serve)
             while "certificate is not accepted" not in (pool.unready or ""):
                 await trio.testing.wait_all_tasks_blocked(0.01)

@@ -13,6 +13,7 @@ import trio.testing
 from skippy.config import Endpoint, StageOptions
 from skippy.engine import EngineError
 from skippy.engine.toy import ToyEngine
+from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest, InvalidSampling
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import (
@@ -113,15 +114,16 @@ async def test_requests_say_which_stage_is_missing(autojump_clock: trio.testing.
     options = StageOptions(downstream_connect_timeout_secs=5)
     async with toy_cluster(3, options=options, inline=True) as cluster:
         cluster.stages[1].context.transport._listeners.clear()  # type: ignore[attr-defined]
-        pool = LanePool(cluster.first, 1, queue_limit=4)
+        pool = LanePool(cluster.first, 1)
+        generator = ChainGenerator(cluster.first, pool, "toy")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pool.serve)
             with pytest.raises(ChainUnavailable, match="not ready"):
-                await pool.lease()
+                await generate(generator, REQUEST)
             await trio.sleep(6)
             assert not pool.ready
             with pytest.raises(ChainUnavailable, match=r"127\.0\.0\.1:20001 did not become ready: nothing"):
-                await pool.lease()
+                await generate(generator, REQUEST)
             nursery.cancel_scope.cancel()
 
 
@@ -133,7 +135,7 @@ async def test_the_first_failure_of_a_dial_is_told_at_once(
         listeners = cluster.transport._listeners  # type: ignore[attr-defined]
         away = listeners.copy()
         listeners.clear()
-        pool = LanePool(cluster.first, 4, queue_limit=4)
+        pool = LanePool(cluster.first, 4)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pool.serve)
             await trio.sleep(5)

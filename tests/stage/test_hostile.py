@@ -78,7 +78,7 @@ async def test_malformed_replies_cost_their_request_and_nothing_else(
 ) -> None:
     """A last stage that answers with each malformed golden vector, and closes the connection."""
     async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
-        pool = LanePool(peer.stage, 1, queue_limit=4)
+        pool = LanePool(peer.stage, 1)
         nursery.start_soon(pool.serve)
         generator = ChainGenerator(peer.stage, pool, "toy")
 

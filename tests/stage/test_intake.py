@@ -98,7 +98,7 @@ async def test_a_chain_that_skips_a_stage_gives_an_error_and_no_tokens(
                 )
             )
         nursery = await stack.enter_async_context(trio.open_nursery())
-        pool = LanePool(first, 1, queue_limit=4)
+        pool = LanePool(first, 1)
         nursery.start_soon(pool.serve)
         with pytest.raises(ChainUnavailable):
             await generate(ChainGenerator(first, pool, "toy"), REQUEST)

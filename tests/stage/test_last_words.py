@@ -123,7 +123,7 @@ async def test_a_reason_that_is_read_after_sending_has_failed(way: str, frames: 
             scripted_peer(transport=transport, endpoints=FREE_PORTS) as peer,
             trio.open_nursery() as nursery,
         ):
-            pool = LanePool(peer.stage, 1, queue_limit=4)
+            pool = LanePool(peer.stage, 1)
             nursery.start_soon(pool.serve)
             lane = await peer.accept()
 
@@ -144,7 +144,7 @@ async def test_a_reason_that_is_read_after_the_return_stream_has_ended() -> None
             scripted_peer(transport=TcpTransport(), endpoints=FREE_PORTS) as peer,
             trio.open_nursery() as nursery,
         ):
-            pool = LanePool(peer.stage, 1, queue_limit=4)
+            pool = LanePool(peer.stage, 1)
             nursery.start_soon(pool.serve)
             lane = await peer.accept()
 
@@ -173,7 +173,7 @@ async def test_a_reason_that_never_comes_is_not_waited_for_long(
             return DeafLink(inner, "event loop", 2, trio.Event())
 
     async with scripted_peer(inline=True, transport=Deaf()) as peer, trio.open_nursery() as nursery:
-        pool = LanePool(peer.stage, 1, queue_limit=4)
+        pool = LanePool(peer.stage, 1)
         nursery.start_soon(pool.serve)
         await peer.accept()
         started = trio.current_time()

@@ -121,7 +121,7 @@ async def test_stage_zero_of_ours_before_a_plain_last_stage() -> None:
         async with scripted_peer(PLAIN) as peer, trio.open_nursery() as nursery:
             last = PlainLast(peer)
             nursery.start_soon(last.serve)
-            pool = LanePool(peer.stage, 1, queue_limit=4)
+            pool = LanePool(peer.stage, 1)
             nursery.start_soon(pool.serve)
             await pool.wait_ready()
             generator = ChainGenerator(peer.stage, pool, "toy")

@@ -148,7 +148,7 @@ async def test_lanes_take_the_spare() -> None:
     """The first lane, and the one that replaces it, each use the connection that was there before."""
     with trio.fail_after(20):
         async with scripted_peer(WARM) as peer, trio.open_nursery() as nursery:
-            pool = LanePool(peer.stage, 1, queue_limit=1)
+            pool = LanePool(peer.stage, 1)
             generator = ChainGenerator(peer.stage, pool, "toy")
             spare = await peer.accept()
             await trio.testing.wait_all_tasks_blocked()

@@ -48,7 +48,7 @@ async def observed_chain(
             await nursery.start(telemetry.serve)
             for engine, cost in zip(cluster.engines, costs, strict=False):
                 work.slow_down(engine, cost)
-            pool = LanePool(cluster.first, 1, queue_limit=1)
+            pool = LanePool(cluster.first, 1)
             nursery.start_soon(pool.serve)
             await pool.wait_ready()
             yield ChainGenerator(cluster.first, pool, "toy", options), sink, nursery

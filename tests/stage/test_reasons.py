@@ -116,7 +116,7 @@ async def test_the_last_stage_tells_stage_zero_itself() -> None:
             scripted_peer(transport=transport, endpoints=["127.0.0.1:0", "127.0.0.1:0"]) as peer,
             trio.open_nursery() as nursery,
         ):
-            pool = LanePool(peer.stage, 1, queue_limit=4)
+            pool = LanePool(peer.stage, 1)
             nursery.start_soon(pool.serve)
             lane = await peer.accept()
 

@@ -1,0 +1,143 @@
+"""Who is admitted next, and how long the others may wait. Pure: no clock, no tasks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Final, Generic, Protocol, TypeVar
+
+import attrs
+
+MAX_PASSES: Final = 32
+"""How often a request that does not fit yet may be overtaken before the pool is kept free for it."""
+RATE_ALPHA: Final = 0.25
+RATE_SAMPLES: Final = 64
+
+
+@attrs.frozen(slots=True)
+class Demand:
+    """What a generation takes: positions in the KV cache, all of which may come to be used."""
+
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.max_tokens
+
+
+class Waiting(Protocol):
+    """A request in a :class:`WaitingLine`, which keeps count of how often it was overtaken."""
+
+    passed: int
+
+    @property
+    def demand(self) -> Demand: ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class WaitingLine(Generic[W]):
+    """Requests in order of arrival; one that fits may overtake those that do not fit yet.
+
+    After :data:`MAX_PASSES` the oldest has the pool reserved: nobody else is chosen until it fits.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[W] = []
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[W]:
+        return iter(self._line)
+
+    def join(self, request: W) -> None:
+        self._line.append(request)
+
+    def leave(self, request: W) -> None:
+        self._line.remove(request)
+
+    def take(self, free_tokens: int) -> W | None:
+        """The request to admit now, out of the line; None if none may be."""
+        if not self._line:
+            return None
+        reserved = self._line[0].passed >= MAX_PASSES
+        candidates = self._line[:1] if reserved else self._line
+        fitting = [request for request in candidates if request.demand.tokens <= free_tokens]
+        if not fitting:
+            return None
+        chosen = self._best(fitting)
+        index = self._line.index(chosen)
+        for older in self._line[:index]:
+            older.passed += 1
+        del self._line[index]
+        return chosen
+
+    def _best(self, fitting: list[W]) -> W:
+        """The one of these to admit: the oldest, as long as nothing is known that speaks for another."""
+        return fitting[0]
+
+
+class Rate:
+    """Milliseconds per token: the larger of a moving average and the 95th percentile of the last samples."""
+
+    def __init__(self) -> None:
+        self._average: float | None = None
+        self._samples: deque[float] = deque(maxlen=RATE_SAMPLES)
+
+    def observe(self, ms_per_token: float) -> None:
+        if self._average is None:
+            self._average = ms_per_token
+        else:
+            self._average += RATE_ALPHA * (ms_per_token - self._average)
+        self._samples.append(ms_per_token)
+
+    @property
+    def value(self) -> float | None:
+        """None before the first sample."""
+        return None if self._average is None else max(self._average, percentile_95(self._samples))
+
+
+class ServiceRates:
+    """What prompt and answer tokens have cost, learned from generations that have finished."""
+
+    def __init__(self) -> None:
+        self._prefill = Rate()
+        self._decode = Rate()
+
+    def observe(self, demand: Demand, prefill_ms: float, decoded: int, decode_ms: float) -> None:
+        """A generation has finished: ``prefill_ms`` to its first token, ``decoded`` more in ``decode_ms``."""
+        self._prefill.observe(prefill_ms / demand.prompt_tokens)
+        if decoded:
+            self._decode.observe(decode_ms / decoded)
+
+    def secs(self, prompt_tokens: int, decode_tokens: int) -> float | None:
+        """How long this work takes on one lane; None until something like it has finished."""
+        total = 0.0
+        for tokens, rate in ((prompt_tokens, self._prefill.value), (decode_tokens, self._decode.value)):
+            if tokens:
+                if rate is None:
+                    return None
+                total += tokens * rate
+        return total / 1000
+
+
+def percentile_95(samples: Collection[float]) -> float:
+    """The 95th percentile by nearest rank of at least one sample."""
+    return sorted(samples)[math.ceil(0.95 * len(samples)) - 1]
+
+
+def default_queue_capacity(concurrency: int) -> int:
+    """Requests that may wait on top of the running ones, unless configured otherwise."""
+    return min(max(8 * concurrency, 16), 256)
+
+
+def work_limit_secs(prompt_tokens: int, admission_timeout_secs: float) -> float:
+    """How long a running generation may make no progress: a second per 64 prompt tokens, 1 to 30 minutes.
+
+    Never less than it might have waited for admission, up to the 30 minutes.
+    """
+    return min(max(prompt_tokens / 64, 60.0, admission_timeout_secs), 1800.0)

@@ -1,0 +1,59 @@
+"""What a running generation has done so far, and by when it must have done more."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import trio
+
+from .queueing import Demand
+
+RENEWAL_SECS: Final = 1.0
+"""A deadline moves no more often than this: it does for every token."""
+
+
+class Work:
+    """A generation from the moment it has its lane. Times are Trio's, in seconds.
+
+    Attributes:
+        scope: cancelled when ``limit_secs`` pass without :meth:`renew`, give or take RENEWAL_SECS.
+        began: when it got its lane.
+        first_token_at: when its first token came, or None.
+        generated: tokens so far.
+    """
+
+    def __init__(self, demand: Demand, limit_secs: float) -> None:
+        self.demand = demand
+        self.limit_secs = limit_secs
+        self.began = self._renewed = trio.current_time()
+        self.scope = trio.CancelScope(deadline=self.began + limit_secs)
+        self.first_token_at: float | None = None
+        self.generated = 0
+
+    def renew(self) -> None:
+        """A part of the work is done: a prefill chunk, for example."""
+        self._renew(trio.current_time())
+
+    def token(self) -> None:
+        """A token has come."""
+        now = trio.current_time()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.generated += 1
+        self._renew(now)
+
+    def _renew(self, now: float) -> None:
+        if now - self._renewed >= RENEWAL_SECS:
+            self._renewed = now
+            self.scope.deadline = now + self.limit_secs
+
+    @property
+    def done_tokens(self) -> int:
+        """Prompt tokens, once all of them are done, and generated ones."""
+        return self.generated + (0 if self.first_token_at is None else self.demand.prompt_tokens)
+
+    @property
+    def left(self) -> Demand:
+        """What is still to do, at most."""
+        prompt = self.demand.prompt_tokens if self.first_token_at is None else 0
+        return Demand(prompt, max(0, self.demand.max_tokens - self.generated))
