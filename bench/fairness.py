@@ -146,12 +146,11 @@ def run_round(
         [completion_body(server, cold_prompt(16, 1000 * number + i), CONTEXT // 4)]
         for i in range(settings.streams)
     ]
-    # Streams that outlive the prompt, if it is taken in the smallest chunks between decode steps.
-    seconds = 3 + settings.prompt / MIN_CHUNK * (chunk + step) / 1000
-    loads[0].start(Job(host=server.host, port=server.port, clients=streams, seconds=seconds))
+    loads[0].start(Job(host=server.host, port=server.port, clients=streams, until_told=True))
     time.sleep(2)  # they are to be under way; what they do meanwhile is the comparison
     prompt = [[completion_body(server, cold_prompt(settings.prompt, 5_000 + number), 1)]]
     (deep,) = loads[1].run(Job(host=server.host, port=server.port, clients=prompt))
+    loads[0].stop()
     live = loads[0].finish()
     for outcome in (deep, *live):
         if outcome.status != 200 or outcome.error or not outcome.times:

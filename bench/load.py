@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import os
 import selectors
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from .http_stream import BadResponse, ResponseReader, load_event, piece_of, requ
 MAX_PAUSE_SECS = 2.0
 """Longest that a client heeds a Retry-After: the load is to go on."""
 STALLED_BUFFER_BYTES = 4096
+STDIN = 0
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Job:
         clients: bodies of each client, sent one after the other.
         seconds: None sends each body once; else each client starts over until so long has passed, and pauses
             after a 429 as its Retry-After says.
+        until_told: each client starts over until :meth:`LoadProcess.stop`; what is on its way then is left as
+            it is, and is no error.
         stalled: bodies of clients that each send one and read nothing of the answer until the job ends.
     """
 
@@ -43,6 +47,7 @@ class Job:
     clients: Sequence[Sequence[dict[str, Any]]]
     path: str = "/v1/completions"
     seconds: float | None = None
+    until_told: bool = False
     stalled: Sequence[dict[str, Any]] = ()
 
 
@@ -81,6 +86,7 @@ class _Exchange:
         self.reader = ResponseReader()
         self.arrivals: list[float] = []  # one per event
         self.ended = 0.0
+        self.cut = False  # the job ended before it did
         self.failure: str | None = None
 
     def outcome(self) -> Outcome:
@@ -113,7 +119,8 @@ class _Exchange:
                 times.append(arrived)
                 pieces.append(piece)
         else:
-            error = error or "the stream ended without [DONE]"
+            if not self.cut:
+                error = error or "the stream ended without [DONE]"
         return Outcome(
             **common,
             times=times,
@@ -175,6 +182,12 @@ class _Client:
             self.close(selector)
         return True
 
+    def cut(self) -> None:
+        """Leave the request that is on its way as it is."""
+        if self._exchange is not None and self._exchange.reader.status:
+            self._exchange.cut = True
+            self.exchanges.append(self._exchange)
+
     def close(self, selector: selectors.BaseSelector) -> None:
         if self._sock is not None:
             selector.unregister(self._sock)
@@ -192,10 +205,13 @@ def run(job: Job) -> list[Outcome]:
     until = None if job.seconds is None else time.perf_counter() + job.seconds
     with selectors.DefaultSelector() as selector:
         stalled = [_stall(job, body) for body in job.stalled]
+        once = until is None and not job.until_told
         clients = [
-            _Client(job, index, iter(bodies) if until is None else itertools.cycle(bodies))
+            _Client(job, index, iter(bodies) if once else itertools.cycle(bodies))
             for index, bodies in enumerate(job.clients)
         ]
+        if job.until_told:
+            selector.register(STDIN, selectors.EVENT_READ)
         try:
             _drive(clients, selector, until)
         finally:
@@ -213,7 +229,12 @@ def _drive(clients: Sequence[_Client], selector: selectors.BaseSelector, until: 
     while running or pausing:
         timeout = max(0.0, pausing[0][0] - time.perf_counter()) if pausing else None
         for key, _ in selector.select(timeout):
-            client: _Client = key.data
+            client: _Client | None = key.data
+            if client is None:
+                os.read(STDIN, 64)
+                for one in clients:
+                    one.cut()
+                return
             if not client.receive(selector):
                 continue
             running -= 1
@@ -257,6 +278,12 @@ class LoadProcess:
         """Begin a job that :meth:`finish` waits for."""
         stdin = self._pipe(self._process.stdin)
         stdin.write(json.dumps(attrs.asdict(job)) + "\n")
+        stdin.flush()
+
+    def stop(self) -> None:
+        """End a started job that goes on until it is told."""
+        stdin = self._pipe(self._process.stdin)
+        stdin.write("\n")
         stdin.flush()
 
     def finish(self) -> list[Outcome]:

@@ -3,9 +3,9 @@
     python -m bench.overload [--seconds 180] [--clients 64] [--lanes 4] [--stages 3] [--rounds 3]
 
 Every request must end in a whole answer or a 429; memory at the end may be at most 2 % above what it was
-after the first third. The wait for the first token is held against what the queue explains: the requests that
-were ahead of it, over the rate at which requests ended. Then three clients, beside a fourth that reads its
-stream or leaves it unread, in turn: the tokens per second of the three.
+after the first third. The wait for the first token is held against what the queue explains: the wait if
+tokens came when they did, but strictly in order. Then three clients, beside a fourth that reads its stream or leaves
+it unread, in turn: the tokens per second of the three.
 """
 
 from __future__ import annotations
@@ -74,15 +74,11 @@ def verdict(outcome: Outcome) -> str:
 def explained_waits(answers: Sequence[Outcome]) -> list[float]:
     """What the queue explains of each request's wait for its first token, in seconds.
 
-    Those that had asked before and had no token yet were ahead; requests leave the queue at the rate at which
-    answers ended over the whole run.
+    That is the wait if first tokens came when they did, but strictly in the order of the requests.
     """
-    seconds = max(a.ended for a in answers) - min(a.started for a in answers)
-    per_request = seconds / len(answers)
-    return [
-        (1 + sum(other.started < one.started < other.times[0] for other in answers)) * per_request
-        for one in answers
-    ]
+    first = sorted(answer.times[0] for answer in answers)
+    asked = sorted(answer.started for answer in answers)
+    return [b - a for a, b in zip(asked, first, strict=True)]
 
 
 @attrs.frozen

@@ -38,14 +38,14 @@ def test_memory_is_compared_with_what_it_was_after_a_third() -> None:
     assert growth([*flat[:-3], 110, 110, 110]) == 1.1
 
 
-def test_the_queue_explains_as_many_turns_as_were_ahead() -> None:
-    # One at a time, two seconds each: the third waits for two others.
+def test_the_queue_explains_the_wait_for_those_that_asked_before() -> None:
+    # The last one went second: what it saved another lost, and the place in the queue does not explain that.
     answers = [
-        outcome(started=0, times=(0.5,), ended=2),
-        outcome(started=0.1, times=(2.5,), ended=4),
-        outcome(started=0.2, times=(4.5,), ended=6),
+        outcome(started=0, times=(2,)),
+        outcome(started=1, times=(3,)),
+        outcome(started=0.5, times=(9,)),
     ]
-    assert explained_waits(answers) == [2, 4, 6]
+    assert explained_waits(answers) == [2, 2.5, 8]
 
 
 def test_gaps_count_where_they_touch_the_time_looked_at() -> None:

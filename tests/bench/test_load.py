@@ -37,8 +37,10 @@ BUSY = b"HTTP/1.1 429 Too Many\r\nContent-Length: %d\r\nRetry-After: 0\r\n\r\n%s
 
 
 @contextlib.contextmanager
-def scripted(answers: Sequence[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """A server that gives these answers in turn, closing no connection itself; its port, and the requests."""
+def scripted(
+    answers: Sequence[bytes], answered: threading.Semaphore | None = None
+) -> Iterator[tuple[int, list[bytes]]]:
+    """A server that gives these answers in turn, and tells ``answered``; its port, and the requests."""
     requests: list[bytes] = []
     left = iter(answers)
 
@@ -48,6 +50,8 @@ def scripted(answers: Sequence[bytes]) -> Iterator[tuple[int, list[bytes]]]:
                 requests.append(data)
                 answer = next(left)
                 connection.sendall(answer)
+                if answered is not None:
+                    answered.release()
                 if b"Connection: close" in answer:
                     return
 
@@ -138,6 +142,19 @@ def test_for_a_time_each_client_starts_over() -> None:
     with scripted([BUSY, STREAM, *[STREAM] * 10_000]) as (port, _):
         outcomes = run(Job(host="127.0.0.1", port=port, clients=[[{}]], seconds=0.05))
     assert [o.status for o in outcomes[:2]] == [429, 200]
+
+
+def test_a_job_that_is_told_to_end_leaves_what_is_on_its_way() -> None:
+    begun = HEAD + chunk(event("Hel"))  # the second answer has no end
+    answered = threading.Semaphore(0)
+    with scripted([STREAM, begun], answered) as (port, _), LoadProcess() as load:
+        load.start(Job(host="127.0.0.1", port=port, clients=[[{}]], until_told=True))
+        for _ in range(2):
+            assert answered.acquire(timeout=10)
+        load.stop()
+        outcomes = load.finish()
+    assert [(o.text, o.error) for o in outcomes[:1]] == [("Hello", None)]
+    assert all(o.error is None for o in outcomes)
 
 
 def test_the_generator_runs_in_a_process_of_its_own() -> None:
