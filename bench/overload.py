@@ -4,8 +4,8 @@
 
 Every request must end in a whole answer or a 429; memory at the end may be at most 2 % above what it was
 after the first third. The wait for the first token is held against what the queue explains: the wait if
-tokens came when they did, but strictly in order. Then three clients, beside a fourth that reads its stream or leaves
-it unread, in turn: the tokens per second of the three.
+tokens came when they did, but strictly in order. Then three clients, beside a fourth that reads its stream or
+leaves it unread, in turn: the tokens per second of the three.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from .common import BenchError
 
 START_SECS = 180
 STOP_SECS = 10
+NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -57,6 +58,30 @@ class Server:
     def memory_bytes(self) -> int:
         """Resident memory of all its processes."""
         return sum(process.memory_info().rss for process in self.processes())
+
+
+class Elsewhere:
+    """How much of the machine neither this process nor any it has started used, since this was made.
+
+    Time that a hypervisor has given to others counts, where the system knows of it.
+    """
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        """The time, and the processor seconds that everything which is not ours has used so far."""
+        times = psutil.cpu_times()._asdict()
+        busy = sum(value for name, value in times.items() if name not in NOT_BUSY)
+        own = psutil.Process()
+        spent = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+        return time.perf_counter(), busy - sum(t.user + t.system for t in spent)
+
+    def share(self) -> float:
+        """0 to 1, of all cores."""
+        (began, before), (now, after) = self._began, self._now()
+        return max(0.0, (after - before) / (now - began) / (psutil.cpu_count() or 1))
 
 
 def completion_body(server: Server, prompt: str, tokens: int) -> dict[str, Any]:

@@ -26,7 +26,14 @@ from .common import BenchError, Report, in_turn, machine, parser, require_same_o
 from .engine_arm import EngineArm
 from .load import Job, LoadProcess, Outcome
 from .prompts import CERTAIN, cold_prompt
-from .servers import Server, completion_body, llama_cpp_python_server, llamacpp_server, skippy_server
+from .servers import (
+    Elsewhere,
+    Server,
+    completion_body,
+    llama_cpp_python_server,
+    llamacpp_server,
+    skippy_server,
+)
 from .serving_report import Levels, Sample, report
 
 SHORT_WORDS = 24
@@ -121,10 +128,11 @@ def measure(arm: Arm, level: int, settings: Settings, seed: int) -> Sample:
         ]
         for client in range(level)
     ]
+    elsewhere = Elsewhere()
     before = arm.cpu() if arm.cpu else 0.0
     outcomes = checked(arm, arm.run(prompts, settings.tokens))
     used = arm.cpu() - before if arm.cpu else None
-    return Sample.of(outcomes, used)
+    return Sample.of(outcomes, used, elsewhere.share())
 
 
 def measure_cold(arm: Arm, settings: Settings, seed: int) -> float:

@@ -30,6 +30,7 @@ class Sample:
         first: seconds to the first token of each request.
         gaps: seconds between the tokens of a stream, of all streams.
         cpu: processor milliseconds of the server per token; None where it cannot be told.
+        elsewhere: share of the machine, 0 to 1, that something else used meanwhile.
     """
 
     rate: float
@@ -37,9 +38,10 @@ class Sample:
     first: list[float]
     gaps: list[float]
     cpu: float | None
+    elsewhere: float = 0.0
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], cpu_seconds: float | None) -> Sample:
+    def of(cls, outcomes: Sequence[Outcome], cpu_seconds: float | None, elsewhere: float = 0.0) -> Sample:
         tokens = sum(outcome.tokens for outcome in outcomes)
         seconds = max(o.ended for o in outcomes) - min(o.started for o in outcomes)
         streams = [
@@ -53,6 +55,7 @@ class Sample:
             first=[outcome.times[0] - outcome.started for outcome in outcomes],
             gaps=[b - a for o in outcomes for a, b in zip(o.times, o.times[1:], strict=False)],
             cpu=None if cpu_seconds is None else cpu_seconds * 1000 / tokens,
+            elsewhere=elsewhere,
         )
 
 
@@ -111,10 +114,11 @@ def level_table(levels: Levels, level: int) -> str:
                 f"{percentile(first, 50):.0f}",
                 " / ".join(f"{percentile(gaps, p):.1f}" for p in PERCENTILES),
                 f"{Spread.of(cpu).median:.1f}" if cpu else "-",
+                f"{100 * max(sample.elsewhere for sample in samples):.0f}",
             ]
         )
     headers = ["arm", "total tok/s", "tok/s of a stream", "first token, ms", "gap p50/p95/p99, ms"]
-    return table([*headers, "CPU ms per token"], rows)
+    return table([*headers, "CPU ms per token", "busy elsewhere, %, at most"], rows)
 
 
 def cold_table(levels: Levels) -> str:
