@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from skippy.config import Endpoint, OpenAIOptions, StageOptions
+from skippy.config import Endpoint, OpenAIOptions, StageOptions, switched_on
 from skippy.engine import usable_cores
 from skippy.models import ModelSummary, ensure_slice, inspect_model
 from skippy.topology import (
@@ -22,7 +22,7 @@ from skippy.topology import (
 )
 
 from .errors import SettingError
-from .flags import warm_preconnect
+from .flags import WARM_PRECONNECT
 from .launch import Chain, Child
 from .progress import SliceProgress
 from .sockets import endpoint_of, listen_on
@@ -137,7 +137,7 @@ def _describe(
         topology=topology,
         options=StageOptions(
             link_token=secrets.token_urlsafe(32),
-            warm_preconnect=warm_preconnect(),
+            warm_preconnect=switched_on(WARM_PRECONNECT),
             downstream_connect_timeout_secs=START_TIMEOUT_SECONDS,
             telemetry_level=options.telemetry_level,  # type: ignore[arg-type]  # click.Choice has checked it
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from skippy.config import (
     check_against_topology,
     load_stage_config,
     load_topology,
+    switched_on,
 )
 
 from .errors import SettingError
@@ -26,8 +26,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_TOKEN_FILE_BYTES = 4096
 WARM_PRECONNECT = "SKIPPY_BINARY_WARM_PRECONNECT"
-_ON = ("1", "true", "yes", "on")
-_OFF = ("", "0", "false", "no", "off")
 
 
 def combine(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -278,17 +276,6 @@ def read_link_token(path: Path | None) -> str | None:
     return lines[0]
 
 
-def warm_preconnect() -> bool:
-    """What the environment says of connecting ahead of need."""
-    text = os.environ.get(WARM_PRECONNECT, "").strip().lower()
-    if text not in (*_ON, *_OFF):
-        raise SettingError(
-            f"{WARM_PRECONNECT}: is {os.environ[WARM_PRECONNECT]!r}, must be one of {', '.join(_ON)} or "
-            f"{', '.join(_OFF[1:])}"
-        )
-    return text in _ON
-
-
 def stage_options(
     *,
     telemetry_level: Any = "summary",
@@ -311,7 +298,7 @@ def stage_options(
         reply_credit_limit=reply_credit_limit,
         async_prefill_forward=async_on or not async_off,
         downstream_connect_timeout_secs=downstream_connect_timeout_secs,
-        warm_preconnect=warm_preconnect(),
+        warm_preconnect=switched_on(WARM_PRECONNECT),
         link_token=read_link_token(link_token_file),
         telemetry_level=telemetry_level,
         telemetry_queue_capacity=telemetry_queue_capacity,

@@ -17,7 +17,8 @@ from skippy.config import OpenAIOptions
 from skippy.protocol import ReplyStats
 
 MIN_CHUNK: Final = 16
-"""Fewest tokens that a policy of its own accord puts into a chunk: below it an engine wastes its time."""
+"""Fewest tokens that a policy of its own accord puts into a chunk while others decode; with fewer an engine
+wastes its time."""
 SINGLE_STAGE_CHUNK: Final = 512
 """Tokens per chunk where one stage is the whole chain, so that no pipeline waits to be filled: what llama.cpp
 computes at once anyway (``n_ubatch``)."""
@@ -78,7 +79,8 @@ class AdaptiveRamp(ChunkPolicy):
     def size(self, index: int, total: int, *, live_decodes: bool = False) -> int:
         size = self._single if index == 0 and total <= self._single else self._next
         if live_decodes and self._affordable is not None:
-            size = min(size, max(MIN_CHUNK, self._affordable))
+            # In whole slices: that is how stages compute a chunk beside decode steps.
+            size = min(size, max(MIN_CHUNK, self._affordable - self._affordable % MIN_CHUNK))
         return size
 
     def calibrate(self, ms_per_token: float) -> None:
@@ -149,14 +151,17 @@ class PrefillEstimate:
             policy.observe(1.0, self.write_ratio, self.wait_ratio)
 
 
-def make_policy(options: OpenAIOptions, *, single_stage: bool) -> ChunkPolicy:
+def make_policy(options: OpenAIOptions, *, single_stage: bool, safe: bool = False) -> ChunkPolicy:
     """The policy that ``options`` ask for, as new.
 
     A chain of one has nothing to fill or to hide: there ``adaptive-ramp`` is SINGLE_STAGE_CHUNK tokens.
+
+    Args:
+        safe: results must not depend on what was measured: ``adaptive-ramp`` is ``fixed``.
     """
     if options.prefill_chunk_schedule is not None:
         return ScheduledChunks(options.prefill_chunk_schedule)
-    if options.prefill_chunk_policy == "fixed":
+    if options.prefill_chunk_policy == "fixed" or safe:
         return ScheduledChunks((options.prefill_chunk_size,))
     if single_stage:
         return ScheduledChunks((SINGLE_STAGE_CHUNK,))

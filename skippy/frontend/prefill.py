@@ -23,6 +23,7 @@ class Prefill:
     def __init__(self, stage: Stage, options: OpenAIOptions) -> None:
         self._options = options
         self._telemetry = stage.context.telemetry
+        self._safe = stage.context.scheduler.safe
         self._single_stage = stage.context.downstream is None
         self._max_chunk = stage.info.max_batch
         self._decoding: set[PooledLane] = set()
@@ -72,7 +73,7 @@ class Prefill:
         )
 
     async def _send_chunks(self, pooled: PooledLane, tokens: Sequence[int], span: Span) -> None:
-        policy = make_policy(self._options, single_stage=self._single_stage)
+        policy = make_policy(self._options, single_stage=self._single_stage, safe=self._safe)
         self.estimate.seed(policy)
         lane, total = pooled.lane, len(tokens)
         start, sizes, times = 0, list[int](), list[_ChunkTimes]()

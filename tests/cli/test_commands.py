@@ -250,7 +250,7 @@ def test_an_environment_that_says_nothing_clear(
     outcome = run_cli(capsys, "serve-binary", "--config", stage_file)
     assert outcome.code == 2
     assert outcome.err == (
-        "error: SKIPPY_BINARY_WARM_PRECONNECT: is 'maybe', must be one of 1, true, yes, on "
+        "error: SKIPPY_BINARY_WARM_PRECONNECT: is 'maybe', must be one of 1, true, yes, on, "
         "or 0, false, no, off\n"
     )
 

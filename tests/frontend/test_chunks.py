@@ -62,6 +62,15 @@ def test_the_default_ramps_in_a_chain_and_is_one_size_in_a_chain_of_one() -> Non
     assert single.size(0, 100, live_decodes=True) == SINGLE_STAGE_CHUNK
 
 
+@pytest.mark.parametrize("single_stage", [False, True])
+def test_safe_mode_does_not_follow_what_is_measured(single_stage: bool) -> None:
+    safe = make_policy(OpenAIOptions(), single_stage=single_stage, safe=True)
+    safe.calibrate(4.0)
+    safe.observe(*HIDDEN)
+    assert sizes(safe) == [256] * 4
+    assert safe.size(1, 10_000, live_decodes=True) == 256
+
+
 def test_a_ramp_follows_what_is_exposed() -> None:
     steps = [(HIDDEN, 256), (KEPT, 256), (HIDDEN, 384), (HIDDEN, 384), (EXPOSED, 256), (EXPOSED, 128)]
     adaptive = ramp()
@@ -128,8 +137,10 @@ def test_while_others_decode_a_chunk_is_what_the_target_allows() -> None:
     adaptive = ramp()
     assert adaptive.size(1, 10_000, live_decodes=True) == 128  # nothing is known yet
     adaptive.calibrate(4.0)
-    assert adaptive.size(1, 10_000, live_decodes=True) == 25
-    assert adaptive.size(0, 200, live_decodes=True) == 25
+    assert adaptive.size(1, 10_000, live_decodes=True) == 16  # of the 25 that the target allows
+    assert adaptive.size(0, 200, live_decodes=True) == 16
+    adaptive.calibrate(1.0)
+    assert adaptive.size(1, 10_000, live_decodes=True) == 96
     adaptive.calibrate(50.0)
     assert adaptive.size(1, 10_000, live_decodes=True) == MIN_CHUNK
     assert adaptive.size(1, 10_000) == 128
