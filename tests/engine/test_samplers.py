@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from skippy.engine import EngineError, FloatArray, StageEngine
+from skippy.engine.llama.sampler import LlamaSampler
 from skippy.engine.sampling import SAMPLER_NAMES, step_seed
 from skippy.protocol.kinds import SamplingFlag
 from skippy.protocol.messages import SamplingConfig
@@ -159,6 +160,28 @@ def test_penalties_change_the_greedy_choice(
     sampler.accept([6])
     assert sampler.sample(logits, 1) == max(expected, key=lambda token: expected[token])
     sampler.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_in_front_equal_penalties_over_all_candidates(
+    temperature: float, native: StageEngine
+) -> None:
+    config = settings(
+        temperature=temperature, seed=3, repeat_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
+    )
+    front, chained = native.new_sampler(config), native.new_sampler(config)
+    assert isinstance(chained, LlamaSampler)
+    penalties, chained._first_penalties = chained._first_penalties, None
+    chained._chain.insert(0, lambda _step: chained._apply(penalties))
+    logits = some_logits(native)
+    found: list[list[int]] = [[], []]
+    for sampler, tokens in zip((front, chained), found, strict=True):
+        for step in range(100):
+            tokens.append(sampler.sample(logits, step))
+            sampler.accept(tokens[-1:])
+        sampler.close()
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 20
 
 
 def test_penalty_window(last: StageEngine) -> None:

@@ -55,6 +55,8 @@ class LlamaSampler(Sampler):
         self._context_length = context_length
         self._owned: list[Any] = []
         self._history: list[Any] = []
+        self._accepted: set[int] = set()
+        self._first_penalties: Any = None
         self._chain: list[Callable[[int], None]] = []  # applied to the candidates of a step
         self._closed = False
         self._keep = 0
@@ -72,18 +74,23 @@ class LlamaSampler(Sampler):
         ends = self._vocabulary.end_of_generation if settings.ignores_eos else ()
         self._banned = np.array(sorted(ends), dtype=np.int64)
         self._greedy = is_greedy(settings)
-        for name in settings.samplers:
-            if not self._greedy or name in _SHAPES_LOGITS:
-                self._add(name, settings)
+        names = [name for name in settings.samplers if not _is_neutral(name, settings)]
+        if self._greedy:
+            names = [name for name in names if name in _SHAPES_LOGITS]
+        if names and names[0] == "penalties":
+            self._first_penalties = self._make_penalties(settings)
+            del names[0]
+        for name in names:
+            self._add(name, settings)
 
     def _add(self, name: str, settings: SamplingConfig) -> None:
         if name == "penalties":
-            self._add_penalties(settings)
+            sampler = self._make_penalties(settings)
+            self._chain.append(lambda _step: self._apply(sampler))
         elif name == "dry":
             self._add_dry(settings)
         elif name == "xtc":
-            if settings.xtc_probability > 0.0:
-                self._chain.append(self._apply_xtc)
+            self._chain.append(self._apply_xtc)
         elif name == "temperature":
             self._add_temperature(settings)
         elif name == "top_n_sigma":
@@ -125,7 +132,7 @@ class LlamaSampler(Sampler):
             left[0] = (best, 0.0, 1.0)
             self._array.size, self._array.selected, self._array.sorted = 1, -1, True
 
-    def _add_penalties(self, settings: SamplingConfig) -> None:
+    def _make_penalties(self, settings: SamplingConfig) -> Any:
         last = self._window(settings.penalty_last_n)
         sampler = api.llama_sampler_init_penalties(
             self._vocabulary.size,
@@ -134,12 +141,11 @@ class LlamaSampler(Sampler):
             settings.frequency_penalty,
             settings.presence_penalty,
         )
-        self._add_fixed(sampler)
+        self._owned.append(sampler)
         self._remember(sampler, last)
+        return sampler
 
     def _add_dry(self, settings: SamplingConfig) -> None:
-        if settings.dry_multiplier == 0.0 or settings.dry_base < 1.0:
-            return
         last = self._window(settings.dry_penalty_last_n)
         breakers = [breaker.encode() for breaker in settings.dry_sequence_breakers]
         sampler = api.llama_sampler_init_dry(
@@ -177,6 +183,7 @@ class LlamaSampler(Sampler):
         if not self._history or not len(tokens):
             return
         kept = token_array(tokens, self._vocabulary.size)[-self._keep :].tolist() if self._keep else []
+        self._accepted.update(kept)
         for sampler in self._history:
             for token in kept:
                 api.llama_sampler_accept(sampler, token)
@@ -188,17 +195,16 @@ class LlamaSampler(Sampler):
             return greedy(logits)
         if logits.shape != self._ids.shape:
             raise ValueError(f"logits of shape {logits.shape}, expected {self._ids.shape}")
-        candidates = self._candidates
-        candidates["id"] = self._ids
-        values = candidates["logit"]
-        values[:] = logits
-        if self._bias_ids.size:
-            np.add.at(values, self._bias_ids, self._bias)
-        if self._banned.size:
-            values[self._banned] = -np.inf
+        values = self._biased(logits)
         best = greedy(values)  # also refuses NaN
+        if self._first_penalties is not None and self._accepted:
+            values = self._penalised(values)
+            best = greedy(values)
         if self._greedy and not self._chain:
             return best
+        candidates = self._candidates
+        candidates["id"] = self._ids
+        candidates["logit"] = values
         array = self._array
         array.data, array.size, array.selected, array.sorted = self._data, len(candidates), -1, False
         for apply in self._chain:
@@ -208,6 +214,26 @@ class LlamaSampler(Sampler):
             top = left["logit"].max()
             return int(left["id"][left["logit"] == top].min())
         return self._draw(step_seed(settings.seed, step, _PURPOSE_DRAW))
+
+    def _biased(self, logits: FloatArray) -> FloatArray:
+        if not self._bias_ids.size and not self._banned.size:
+            return logits
+        values = logits.copy()
+        np.add.at(values, self._bias_ids, self._bias)
+        values[self._banned] = -np.inf
+        return values
+
+    def _penalised(self, values: FloatArray) -> FloatArray:
+        """Logits after penalties, which look at each candidate alone and leave all but accepted tokens."""
+        ids = np.fromiter(self._accepted, np.int32, len(self._accepted))
+        few = np.zeros(ids.size, dtype=_CANDIDATE)
+        few["id"], few["logit"] = ids, values[ids]
+        array = api.llama_token_data_array(size=ids.size, selected=-1)
+        array.data = ctypes.cast(few.ctypes.data, type(array.data))
+        api.llama_sampler_apply(self._first_penalties, ctypes.byref(array))
+        values = values.copy()
+        values[ids] = few["logit"]
+        return values
 
     def _draw(self, seed: int) -> int:
         self._apply_once(api.llama_sampler_init_dist(seed))
@@ -246,3 +272,20 @@ class LlamaSampler(Sampler):
             self._owned = []
             self._history = []
             self._chain = []
+
+
+def _is_neutral(name: str, settings: SamplingConfig) -> bool:
+    """Whether llama.cpp's sampler would do nothing with these settings, but take its time over it."""
+    if name == "penalties":
+        plain = settings.repeat_penalty == 1.0 and not settings.frequency_penalty
+        return settings.penalty_last_n == 0 or (plain and not settings.presence_penalty)
+    return {
+        "dry": settings.dry_multiplier == 0.0 or settings.dry_base < 1.0,
+        "top_n_sigma": settings.top_nsigma <= 0.0,
+        "top_k": settings.top_k <= 0,
+        "typical_p": settings.typical_p >= 1.0,
+        "top_p": settings.top_p >= 1.0,
+        "min_p": settings.min_p <= 0.0,
+        "xtc": settings.xtc_probability == 0.0,
+        "temperature": settings.temperature == 1.0 and settings.dynatemp_range == 0.0,
+    }[name]
