@@ -135,6 +135,7 @@ def engine_options(config: StageConfig) -> EngineOptions:
         n_ubatch=defaults.n_ubatch if config.n_ubatch is None else config.n_ubatch,
         n_threads=config.n_threads,
         n_threads_batch=config.n_threads,
+        device=None if config.selected_device is None else config.selected_device.backend_device,
         n_gpu_layers=config.n_gpu_layers,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,

@@ -117,6 +117,12 @@ def test_null_is_the_default() -> None:
         ({"upstream": STAGE["upstream"] | {"stage_index": "0"}}, "upstream.stage_index: expected an integer"),
         ({"cache_type_k": "f17"}, 'cache_type_k: expected one of "f32", "f16"'),
         ({"selected_device": 3}, "selected_device: expected an object, found the number 3"),
+        ({"selected_device": {}}, "selected_device.backend_device: is missing"),
+        (
+            {"selected_device": {"backend_device": "CPU", "index": 0}},
+            "selected_device.index: choosing a device by index is not available yet",
+        ),
+        ({"selected_device": {"backend_device": " "}}, "selected_device.backend_device: must not be empty"),
         ({"resident_tensor_names": "x"}, 'resident_tensor_names: expected an array, found the string "x"'),
         ({"resident_tensor_names": [1]}, "resident_tensor_names[0]: expected a string"),
     ],

@@ -11,7 +11,15 @@ from typing import Any, Literal, Union
 import attrs
 import click
 
-from skippy.config import OpenAIOptions, PeerConfig, StageConfig, StageOptions, StagePlacement, StageTopology
+from skippy.config import (
+    OpenAIOptions,
+    PeerConfig,
+    SelectedDevice,
+    StageConfig,
+    StageOptions,
+    StagePlacement,
+    StageTopology,
+)
 from skippy.config.fields import DOC, UNAVAILABLE
 
 from .example import EXAMPLE
@@ -52,9 +60,15 @@ def render() -> str:
             "### upstream and downstream",
             "",
             _table(PeerConfig),
+            "### selected_device",
+            "",
+            _table(SelectedDevice),
             "### Keys of features that do not exist yet",
             "",
             _unavailable(StageConfig),
+            "The same in `selected_device`:",
+            "",
+            _unavailable(SelectedDevice),
             "## topology.json",
             "",
             "Indexes run from 0 without gaps. The ranges start at layer 0; each begins where the last one",

@@ -9,7 +9,7 @@ from .errors import ConfigError
 from .files import load_stage_config, load_topology, stage_config_from_json, topology_from_json
 from .links import check_links
 from .options import OpenAIOptions, StageOptions, WireConditions
-from .stage import PeerConfig, StageConfig
+from .stage import PeerConfig, SelectedDevice, StageConfig
 from .structure import from_json_value, to_json_value
 from .switches import switched_on
 from .topology import StagePlacement, StageTopology, check_against_topology
@@ -19,6 +19,7 @@ __all__ = [
     "Endpoint",
     "OpenAIOptions",
     "PeerConfig",
+    "SelectedDevice",
     "StageConfig",
     "StageOptions",
     "StagePlacement",

@@ -39,6 +39,20 @@ class PeerConfig:
 
 
 @attrs.frozen(slots=True, kw_only=True)
+class SelectedDevice:
+    """The device that a stage computes on."""
+
+    backend_device: str = key("The device's name as the engine reports it: `CPU`, or a GPU such as `CUDA0`.")
+    stable_id: str | None = unavailable(None, "choosing a device by stable_id is")
+    index: int | None = unavailable(None, "choosing a device by index is")
+    vram_bytes: int | None = unavailable(None, "checking a device's memory is")
+
+    def __attrs_post_init__(self) -> None:
+        require_text(self, "backend_device")
+        refuse_unavailable(self)
+
+
+@attrs.frozen(slots=True, kw_only=True)
 class StageConfig:
     """One stage. Valid once built: ConfigError names the key that is wrong."""
 
@@ -79,7 +93,14 @@ class StageConfig:
         "two never share a call, which is faster on a CPU. No effect on models with recurrent state.",
         default=None,
     )
-    n_gpu_layers: int = key("Layers of this stage kept on a GPU; -1 for all.", default=0)
+    selected_device: SelectedDevice | None = key(
+        "The only device to use, `CPU` for no GPU; null: the engine's choice. One that is not there is "
+        "refused when the model is loaded.",
+        default=None,
+    )
+    n_gpu_layers: int = key(
+        "Layers of this stage kept on a GPU; -1 for all. Refused where there is none.", default=0
+    )
     cache_type_k: CacheType = key("Element type of the key cache.", default="f16")
     cache_type_v: CacheType = key("Element type of the value cache.", default="f16")
     flash_attn_type: FlashAttention = key("Flash attention.", default="auto")
@@ -94,13 +115,15 @@ class StageConfig:
     check_tensors: bool = key("Check all weights for invalid numbers at load.", default=False)
     no_host_buffer: bool = key("Bypass host buffers, so that extra buffer types can be used.", default=False)
     split_mode: SplitMode = key(
-        "How several GPUs share the stage; auto: the engine's choice.", default="auto"
+        "How several GPUs share the stage; auto: the engine's choice. Refused where there is none.",
+        default="auto",
     )
     main_gpu: int | None = key("The GPU that is used when one is; null: the first.", default=None)
     op_offload: bool | None = key("Run operations on host tensors on the GPU; null: yes.", default=None)
     kv_offload: bool | None = key("Keep the KV cache on the GPU; null: yes.", default=None)
     kv_unified: bool | None = key(
-        "One pool of cache cells for all sessions; null: no. Numbers then depend on what else runs.",
+        "One pool of cache cells for all sessions, instead of one for each; null: no, which measured "
+        "faster (docs/performance.md). Numbers depend on what else runs if it is true.",
         default=None,
     )
     swa_full: bool | None = key("Full-size cache for sliding-window layers; null: yes.", default=None)
@@ -127,7 +150,6 @@ class StageConfig:
     image_max_tokens: int | None = unavailable(None, "image and audio input is")
     generation_signal_window: int | None = unavailable(None, "the generation signal window is")
     cache_idle_slots: int | None = unavailable(None, "keeping idle sessions cached is")
-    selected_device: dict[str, Any] | None = unavailable(None, "choosing a device is")
     kv_cache: dict[str, Any] | None = unavailable(None, "the prefix cache is")
     glm_dsa_policy: str = unavailable("auto", "choosing the GLM sparse attention policy is")
     filter_tensors_on_load: bool = unavailable(False, "filtering a prepared file's tensors is")

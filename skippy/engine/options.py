@@ -58,7 +58,10 @@ class EngineOptions:
         n_ubatch: rows computed at once; a larger segment is cut into chunks of this size. Part of the
             numbers: the same rows in other chunks give slightly different floats on quantised weights.
         n_threads, n_threads_batch: CPU threads for one row and for many rows; None is all usable cores.
-        n_gpu_layers: layers to place on a GPU; negative is all.
+        device: name of the only device to use, as ggml reports it: a GPU, or ``"CPU"`` for no GPU; None is
+            llama.cpp's choice.
+        n_gpu_layers: layers to place on a GPU; negative is all. Refused where there is no GPU, as are
+            ``main_gpu`` and ``split_mode``.
         cache_type_k, cache_type_v: element types of the cache, one of :data:`CACHE_TYPES`. A quantised V
             cache needs flash attention.
         flash_attn: ``"auto"`` lets llama.cpp decide by device.
@@ -70,7 +73,8 @@ class EngineOptions:
             has them. ``split_mode="auto"`` is llama.cpp's own default. Without ``swa_full`` sequences of
             sliding-window models cannot be trimmed.
         kv_unified: one pool of cells shared by all sequences. A sequence's numbers then depend on where
-            its cells lie, so results are not reproducible under concurrent load.
+            its cells lie, so results are not reproducible under concurrent load. Every row looks at the
+            cells of all: slower the more they hold (docs/performance.md, "KV placement").
         tap: how the boundary is read; ``"auto"`` takes C when it was built, else Python.
 
     Raises:
@@ -83,6 +87,7 @@ class EngineOptions:
     n_ubatch: int = attrs.field(default=512, validator=_integer(1, 2**20))
     n_threads: int | None = attrs.field(default=None, validator=_integer(1, 512))
     n_threads_batch: int | None = attrs.field(default=None, validator=_integer(1, 512))
+    device: str | None = None
     n_gpu_layers: int = attrs.field(default=0, validator=_integer(-1, 2**20))
     cache_type_k: str = attrs.field(default="f16", validator=_one_of(*CACHE_TYPES))
     cache_type_v: str = attrs.field(default="f16", validator=_one_of(*CACHE_TYPES))

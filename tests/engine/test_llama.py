@@ -15,6 +15,7 @@ from gguf import GGUFValueType
 
 from skippy.engine import ContextFullError, EngineError, EngineOptions, ModelLoadError, Segment
 from skippy.engine.llama import LlamaEngine
+from skippy.engine.llama.devices import Device, chosen_devices
 from skippy.engine.llama.native import api
 from skippy.engine.llama.state import HEADER_BYTES
 from skippy.models import SliceInfo, ensure_slice
@@ -303,6 +304,53 @@ def test_what_is_not_finite_stays_out_of_the_cache(unified: bool, flash_attn: st
         assert run(1, rows[:2]) == expected
         engine.drop(1)
     engine.close()
+
+
+def test_devices(tiny_kind: Kind, open_chain: OpenChain) -> None:
+    expected = bits(open_chain(tiny_kind).feed((0, PROMPT)))
+    assert bits(open_chain(tiny_kind, device="CPU").feed((0, PROMPT))) == expected
+    with pytest.raises(ModelLoadError, match="device: there is no 'CUDA7' here; ggml reports CPU"):
+        open_chain(tiny_kind, device="CUDA7")
+
+
+CPU, CUDA0, CUDA1, BLAS = (
+    Device(1, "CPU", 0),
+    Device(2, "CUDA0", 1),
+    Device(3, "CUDA1", 1),
+    Device(4, "BLAS", 3),
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "handles"),
+    [
+        ({}, None),
+        ({"n_gpu_layers": -1, "main_gpu": 1, "split_mode": "row"}, None),
+        ({"device": "CPU"}, []),
+        ({"device": "CUDA1", "n_gpu_layers": 3, "split_mode": "none"}, [3]),
+    ],
+)
+def test_chosen_devices(fields: dict[str, Any], handles: list[int] | None) -> None:
+    assert chosen_devices(EngineOptions(**fields), [CPU, CUDA0, CUDA1, BLAS], True) == handles
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpu_offload", "name"),
+    [
+        ({"n_gpu_layers": 1}, False, "n_gpu_layers: is 1, but llama.cpp finds no GPU on this machine"),
+        ({"n_gpu_layers": -1}, False, "n_gpu_layers"),
+        ({"split_mode": "row"}, False, "split_mode"),
+        ({"main_gpu": 1}, False, "main_gpu: is 1, but this machine has 0 GPUs"),
+        ({"main_gpu": 2}, True, "main_gpu: is 2, but this machine has 2 GPUs"),
+        ({"device": "CPU", "n_gpu_layers": 4}, True, "n_gpu_layers: is 4, but .* on device CPU"),
+        ({"device": "CUDA0", "main_gpu": 1}, True, "main_gpu: is 1, but device CUDA0 has 1 GPU"),
+        ({"device": "BLAS"}, True, "device: there is no 'BLAS' here; ggml reports CPU, CUDA0, CUDA1"),
+        ({"device": "CUDA0"}, False, "device: there is no 'CUDA0' here; ggml reports CPU"),
+    ],
+)
+def test_devices_that_are_not_there(fields: dict[str, Any], gpu_offload: bool, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=name):
+        chosen_devices(EngineOptions(**fields), [CPU, CUDA0, CUDA1, BLAS], gpu_offload)
 
 
 def test_load_progress(tiny_model: Path) -> None:

@@ -12,6 +12,7 @@ from skippy.engine.options import EngineOptions, usable_cores
 from skippy.engine.tap import Tap, abort_function
 from skippy.models import SliceInfo
 
+from .devices import device_array
 from .native import api, metadata, reported_errors
 from .precheck import check_file
 
@@ -59,6 +60,9 @@ def load_model(info: SliceInfo, options: EngineOptions, progress: LoadProgress |
         raise ModelLoadError(f"no model file at {info.path}")
     check_file(info)
     params = api.llama_model_default_params()
+    devices = device_array(options)
+    if devices is not None:
+        params.devices = ctypes.addressof(devices)
     params.n_gpu_layers = options.n_gpu_layers
     params.main_gpu = options.main_gpu
     if options.split_mode != "auto":

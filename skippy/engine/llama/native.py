@@ -6,7 +6,7 @@ import collections
 import ctypes
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -75,16 +75,16 @@ def reported_errors() -> Iterator[collections.deque[str]]:
     yield _router.errors
 
 
-def ggml_functions() -> dict[str, int]:
-    """Addresses of the ggml functions the tap calls.
+def ggml_functions(names: Sequence[str] = GGML_FUNCTIONS) -> dict[str, int]:
+    """Addresses of ggml functions, by default those the tap calls.
 
     Looked up through the llama library's own handle, so that they belong to the copy of ggml it runs on;
-    where a handle does not search dependencies (Windows), in the ggml library beside it.
+    where a handle does not search dependencies (Windows), in the ggml libraries beside it.
     """
     folder = pathlib.Path(api.__file__).parent / "lib"
     libraries = [api._lib]
     found: dict[str, int] = {}
-    for name in GGML_FUNCTIONS:
+    for name in names:
         function = _symbol(libraries, folder, name)
         if function is None:
             raise ModelLoadError(f"{name} is not in the ggml library that llama-cpp-python ships")
@@ -98,7 +98,7 @@ def _symbol(libraries: list[ctypes.CDLL], folder: pathlib.Path, name: str) -> in
         if function is not None:
             return ctypes.cast(function, ctypes.c_void_p).value
     if len(libraries) == 1:
-        libraries.extend(ctypes.CDLL(str(path)) for path in sorted(folder.glob("*ggml-base.*")))
+        libraries.extend(ctypes.CDLL(str(path)) for path in sorted(folder.glob("*ggml[-.]*")))
         return _symbol(libraries, folder, name) if len(libraries) > 1 else None
     return None
 
