@@ -110,7 +110,9 @@ class StageConfig:
     mlock: bool = key("Lock the model in memory.", default=False)
     direct_io: bool = key("Read the model file past the page cache; excludes mmap and mlock.", default=False)
     repack: bool = key(
-        "Let the engine convert weights at load to a layout its CPU kernels prefer.", default=False
+        "Let the engine convert weights at load to a layout its CPU kernels prefer, where there is one for "
+        "their type. Converted weights are in memory of this process, not mapped.",
+        default=True,
     )
     check_tensors: bool = key("Check all weights for invalid numbers at load.", default=False)
     no_host_buffer: bool = key("Bypass host buffers, so that extra buffer types can be used.", default=False)
