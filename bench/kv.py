@@ -1,17 +1,14 @@
 """Split caches (one per sequence) against a unified one (a pool of cells for all), on one engine.
 
-    python -m bench.kv [--model FILE] [--threads 2] [--rounds 5] [--steps 4] [--loads 8x200,8x1500]
+    python -m bench.kv [--loads 8x200,8x1500,16x1000,1x1500] [--threads 2] [--rounds 5] [--steps 4]
 
 A load `8x1500` is eight sequences that hold 1500 positions each, in a context of 2048. Both engines live in
-one process and take turns within each round, so that a machine that is busy for a while is busy for both.
-Printed are medians over all rounds, and the ratio round by round: median, and the interval from the lowest to
-the highest. A case is what one native call carries: a row for each of some sequences, a chunk of a prompt, or
-both.
+one process and take turns within each round. A case is what one native call carries: a row for each of some
+sequences, a chunk of a prompt, or both. The first round warms up and is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -26,6 +23,8 @@ from skippy.cli.demo import find_model
 from skippy.engine import EngineOptions, Segment
 from skippy.engine.llama import LlamaEngine
 from skippy.models import SliceInfo
+
+from .common import Report, Spread, in_turn, machine, parser, ratios, table
 
 CONTEXT = 2048
 CHUNK = 256
@@ -117,40 +116,55 @@ class Arm:
             self._engine.import_state(sequence, self._state)
 
 
-def compare(model: Path, lanes: int, held: int, args: argparse.Namespace) -> None:
-    """Measure and print one load."""
-    split, unified = (Arm(model, lanes, held, args.threads, kv_unified) for kv_unified in (False, True))
-    print(f"\n{lanes} sequences of {held} positions, {args.threads} threads\n")
-    print("| case | split ms | unified ms | unified / split |")
-    print("| --- | --- | --- | --- |")
+Times = dict[str, tuple[list[float], list[float]]]
+"""By case: seconds with split caches, and with a unified one, round by round."""
+
+
+def compare(model: Path, lanes: int, held: int, *, threads: int, rounds: int, steps: int) -> Times:
+    """Measure one load."""
+    arms = [Arm(model, lanes, held, threads, kv_unified) for kv_unified in (False, True)]
+    times: Times = {}
     for case in cases_of(lanes):
-        times: dict[Arm, list[float]] = {split: [], unified: []}
-        for number in range(args.rounds + 1):
-            for arm in (split, unified) if number % 2 else (unified, split):
-                seconds = arm.measure(case, args.steps)
-                if number:  # the first round warms up
-                    times[arm].append(seconds)
-        ratios = [over / under for over, under in zip(times[unified], times[split], strict=True)]
-        medians = " | ".join(f"{statistics.median(times[arm]) * 1e3:.1f}" for arm in (split, unified))
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {case.name} | {medians} | {spread} |", flush=True)
-    split.close()
-    unified.close()
+        found: dict[Arm, list[float]] = {arm: [] for arm in arms}
+        for number in range(rounds + 1):
+            for arm in in_turn(arms, number):
+                seconds = arm.measure(case, steps)
+                if number:
+                    found[arm].append(seconds)
+        times[case.name] = (found[arms[0]], found[arms[1]])
+    for arm in arms:
+        arm.close()
+    return times
+
+
+def rows_of(times: Times) -> list[list[str]]:
+    return [
+        [
+            name,
+            f"{Spread.of(split).median * 1e3:.1f}",
+            f"{Spread.of(unified).median * 1e3:.1f}",
+            ratios(unified, split).show(),
+        ]
+        for name, (split, unified) in times.items()
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path)
-    for name, default in (("threads", 2), ("rounds", 5), ("steps", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--loads", default="8x200,8x1500,16x1000,1x1500")
-    args = parser.parse_args()
-    model = find_model(args.model)
+    made = parser(__doc__, rounds=5)
+    made.add_argument("--loads", default="8x200,8x1500,16x1000,1x1500", help="default: %(default)s")
+    made.add_argument("--threads", type=int, default=2, help="default: 2")
+    made.add_argument("--steps", type=int, default=4, help="calls per round; default: 4")
+    args = made.parse_args()
+    model, out = find_model(args.model), Report(args.out, "kv")
+    out.add(f"{args.threads} threads, {args.rounds} rounds, {machine()}")
+    results = {}
     for load in args.loads.split(","):
         lanes, held = map(int, load.split("x"))
-        compare(model, lanes, held, args)
+        times = compare(model, lanes, held, threads=args.threads, rounds=args.rounds, steps=args.steps)
+        out.add(f"{lanes} sequences of {held} positions:")
+        out.add(table(["case", "split ms", "unified ms", "unified / split"], rows_of(times)))
+        results[load] = times
+    out.finish(results)
     return 0
 
 
