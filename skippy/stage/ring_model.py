@@ -13,7 +13,7 @@ Batch sizes that were not measured lie on a line ``a + c * b``, for the steps of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import attrs
@@ -26,6 +26,10 @@ FORGOTTEN: Final = 0.02
 """Weight below which a batch size counts as not measured."""
 QUEUED: Final = 1.2
 """A ring that takes so many times what it should has waited somewhere."""
+SHORTEST: Final = 1e-6
+"""Least a step counts for, in seconds, where a clock is too coarse to see it."""
+ALMOST: Final = 0.9
+"""Chains that have to compute for so much of a ring may well have waves that wait."""
 TAPERING: Final = 0.7
 """The slope of a prediction beyond the largest batch that was measured, as a part of the line's: a row costs
 less in a larger batch. A promise that proves false is found out by one trial, an opportunity that is never
@@ -36,11 +40,35 @@ FIXED_PART: Final = 0.5
 """The part of a step that does not depend on its rows, until two batch sizes were measured."""
 
 
+@attrs.frozen
+class Division:
+    """Sessions divided into groups whose sizes differ by at most one.
+
+    Attributes:
+        sessions: at least ``groups``.
+        groups: at least 1.
+    """
+
+    sessions: int
+    groups: int
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest group."""
+        return -(-self.sessions // self.groups)
+
+    def sum(self, time: Callable[[int], float]) -> float:
+        """The sum over all groups of a time that depends on a group's rows."""
+        size, larger = divmod(self.sessions, self.groups)
+        return (self.groups - larger) * time(size) + (larger * time(size + 1) if larger else 0.0)
+
+
 class _Averages:
     """Moving averages of a time, one per batch size. What was not measured for long fades and is dropped."""
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[float, float]] = {}
+        self._line: tuple[float, float] | None = None
 
     def add(self, rows: int, seconds: float) -> None:
         value, weight = self._values.get(rows, (seconds, 0.0))
@@ -50,6 +78,7 @@ class _Averages:
             if (faded := old * (1 - FORGETTING)) > FORGOTTEN
         }
         self._values = kept
+        self._line = None
         kept[rows] = (value + SMOOTHING * (seconds - value), min(1.0, weight + SMOOTHING))
 
     def __len__(self) -> int:
@@ -66,6 +95,11 @@ class _Averages:
 
     def line(self) -> tuple[float, float]:
         """``a, c`` of ``a + c * rows``, neither negative, by weighted least squares."""
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
         points = [(rows, value, weight) for rows, (value, weight) in self._values.items()]
         total = sum(weight for _, _, weight in points)
         mean_rows = sum(weight * rows for rows, _, weight in points) / total
@@ -83,7 +117,7 @@ class _Averages:
         return self[rows] if rows in self._values else fixed + each * rows
 
     def predict(self, rows: int) -> float:
-        """The average of this batch size, or what the line says, tapering off beyond what was measured."""
+        """As :meth:`on_line`, tapering off beyond the largest batch that was measured."""
         if rows in self._values:
             return self[rows]
         fixed, each = self.line()
@@ -93,7 +127,7 @@ class _Averages:
 
 @attrs.define
 class _Cycle:
-    """What was measured with a number of sessions in a number of groups.
+    """What was measured with one division.
 
     Attributes:
         ring: of its largest wave, waits included.
@@ -124,50 +158,57 @@ class RingModel:
         self._steps = _Averages()
         self._rings = _Averages()
         self._latest: dict[int, float] = {}
-        self._cycles: dict[tuple[int, int], _Cycle] = {}
+        self._cycles: dict[Division, _Cycle] = {}
         self._count = 0
         self.width = float(stages)
 
     def observe_step(self, groups: int, rows: int, seconds: float) -> None:
         """One batch of decode rows took so long at stage 0, while there were so many groups."""
+        seconds = max(seconds, SHORTEST)
         latest = self._latest.get(rows, seconds)
         self._latest[rows] = latest + SMOOTHING * (seconds - latest)
         # Stages that share processors slow each other down: that is the width's, not the step's.
         if groups == 1 or len(self._steps) < 2 or seconds <= QUEUED * self._steps.on_line(rows):
             self._steps.add(rows, seconds)
 
-    def observe_ring(self, sizes: Sequence[int], seconds: float) -> None:
-        """A wave of the largest group came around, so long after it was sent, with groups of ``sizes``."""
-        rows, key = max(sizes), (sum(sizes), len(sizes))
-        steps = [self._latest.get(size, self.step(size)) for size in sizes]
-        ring = max(steps) + seconds
-        known = self._cycles.get(key)
-        if known is None or known.forgotten(self._count):
-            known = self._cycles[key] = _Cycle(ring)
+    def observe_ring(self, division: Division, seconds: float) -> None:
+        """A wave of the largest group came around, so long after stage 0 had sent it. Not before its step."""
+        rows = division.largest
+        ring = self._latest_step(rows) + seconds
+        known = self._cycles.get(division)
+        if known is None:
+            self._cycles = {k: cycle for k, cycle in self._cycles.items() if not cycle.forgotten(self._count)}
+            known = self._cycles[division] = _Cycle(ring)
         known.ring += SMOOTHING * (ring - known.ring)
-        known.seconds = cycle = max(known.ring, sum(steps))
+        known.seconds = cycle = max(known.ring, division.sum(self._latest_step))
         known.measured = self._count = self._count + 1
         self.width += FORGETTING * (self._stages - self.width)
-        busy = len(sizes) > 1 and (cycle > known.ring or self._has_queued(sizes, known.ring))
+        busy = self._is_busy(division, known)
         if not busy or (rows in self._rings and ring < self._rings[rows]):
             self._rings.add(rows, ring)
-        width = self._work(sizes) / cycle
+        width = self._work(division) / cycle
         if busy:
             self.width += SMOOTHING * (max(1.0, width) - self.width)
         self.width = max(self.width, width)
 
-    def _has_queued(self, sizes: Sequence[int], seconds: float) -> bool:
-        """Whether a ring of the largest wave has waited for others, on any stage."""
-        known, rows = self._rings, max(sizes)
-        if any(seconds > known[size] for size in known if size > rows):
-            return True
-        if len(known) < 2:
+    def _latest_step(self, rows: int) -> float:
+        return self._latest[rows] if rows in self._latest else self.step(rows)
+
+    def _is_busy(self, division: Division, measured: _Cycle) -> bool:
+        """Whether waves wait for each other, on any stage."""
+        rings, rows = self._rings, division.largest
+        if division.groups == 1 or not len(rings):
             return False
-        # Else rings that wait a little would pass for a little longer ones, again and again.
-        return seconds > QUEUED * known.on_line(rows) or self._work(sizes) / self.width > 0.9 * seconds
+        if measured.seconds > measured.ring or any(measured.ring > rings[b] for b in rings if b > rows):
+            return True
+        if len(rings) == 1:
+            return False
+        # A ring that waits a little must not pass for a longer one, or the next one that waits would, too.
+        expected = self._work(division) / self.width
+        return measured.ring > QUEUED * rings.on_line(rows) or expected > ALMOST * measured.ring
 
     def step(self, rows: int) -> float:
-        """Seconds that stage 0 takes for a batch of so many rows. After the first measurement."""
+        """Seconds that stage 0 takes for a batch of so many rows. After the first step."""
         return self._steps.predict(rows)
 
     def ring(self, rows: int) -> float:
@@ -192,19 +233,19 @@ class RingModel:
         beyond = [self._rings[size] - self._stages * self.step(size) for size in self._rings]
         return max(0.0, sum(beyond) / len(beyond))
 
-    def _work(self, sizes: Iterable[int]) -> float:
-        """Seconds of compute, on all stages together, of waves of these sizes."""
+    def _work(self, division: Division) -> float:
+        """Seconds of compute, on all stages together, of one wave of each group."""
         delay = self.delay
-        return sum(max(self.ring(size) - delay, self.step(size)) for size in sizes)
+        return division.sum(lambda rows: max(self.ring(rows) - delay, self.step(rows)))
 
-    def rate(self, sizes: Sequence[int]) -> float:
-        """Tokens per second with groups of these sizes. After the first ring.
+    def rate(self, division: Division) -> float:
+        """Tokens per second with such groups. After the first ring.
 
         Waves do not overtake each other, so the largest one sets the pace of all. What was measured not long
         ago counts instead of what is predicted.
         """
-        known = self._cycles.get((sum(sizes), len(sizes)))
+        known = self._cycles.get(division)
         if known is not None and not known.forgotten(self._count):
-            return sum(sizes) / known.seconds
-        busy = max(self._work(sizes) / self.width, sum(map(self.step, sizes)))
-        return sum(sizes) / max(self.ring(max(sizes)), busy)
+            return division.sessions / known.seconds
+        busy = max(self._work(division) / self.width, division.sum(self.step))
+        return division.sessions / max(self.ring(division.largest), busy)
