@@ -137,13 +137,18 @@ class AdmissionGate:
     def predicted_wait_secs(self) -> float | None:
         """What one more request would wait; None until a generation has finished.
 
-        All work that runs or waits, at the cost per token of those that finished, shared by the lanes.
+        All work that runs or waits, at the cost per token of what has finished, shared by the lanes.
         """
-        ahead = [admission.work.left for admission in self._running] + [one.demand for one in self._line]
-        work = self._rates.secs(
-            sum(demand.prompt_tokens for demand in ahead), sum(demand.max_tokens for demand in ahead)
-        )
-        return None if work is None else work / self.concurrency
+        prompt = answer = 0.0
+        for admission in self._running:
+            work = admission.work
+            prompt += work.prompt_left
+            answer += max(0.0, self._rates.answer_tokens(work.demand.max_tokens) - work.generated)
+        for waiter in self._line:
+            prompt += waiter.demand.prompt_tokens
+            answer += self._rates.answer_tokens(waiter.demand.max_tokens)
+        secs = self._rates.secs(prompt, answer)
+        return None if secs is None else secs / self.concurrency
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -193,7 +198,7 @@ class AdmissionGate:
         admission.lane.give_back()
         if finished and work.first_token_at is not None:
             prefill, decode = work.first_token_at - work.began, now - work.first_token_at
-            self._rates.observe(work.demand, 1000 * prefill, work.generated - 1, 1000 * decode)
+            self._rates.observe(work.demand, 1000 * prefill, work.generated, 1000 * decode)
         if self._controller is not None:
             adaptation = None
             if failed:
@@ -288,7 +293,7 @@ class AdmissionGate:
     def _check_room(self) -> None:
         running, waiting = len(self._running), self.queue_depth
         if running + waiting >= max(running, self.concurrency) + self._capacity:
-            text = f"{running} generations run and {waiting} wait, of at most {self._capacity}"
+            text = f"{running} requests run and {waiting} wait, which is all there is room for"
             raise self._refuse("queue_full", text)
 
     def _refuse(self, reason: str, text: str) -> TooManyRequests:

@@ -11,8 +11,8 @@ import attrs
 
 MAX_PASSES: Final = 32
 """How often a request that does not fit yet may be overtaken before the pool is kept free for it."""
-RATE_ALPHA: Final = 0.25
-RATE_SAMPLES: Final = 64
+ESTIMATE_ALPHA: Final = 0.25
+ESTIMATE_SAMPLES: Final = 64
 
 
 @attrs.frozen(slots=True)
@@ -81,19 +81,19 @@ class WaitingLine(Generic[W]):
         return fitting[0]
 
 
-class Rate:
-    """Milliseconds per token: the larger of a moving average and the 95th percentile of the last samples."""
+class Estimate:
+    """What to expect next: the larger of a moving average and the 95th percentile of the last samples."""
 
     def __init__(self) -> None:
         self._average: float | None = None
-        self._samples: deque[float] = deque(maxlen=RATE_SAMPLES)
+        self._samples: deque[float] = deque(maxlen=ESTIMATE_SAMPLES)
 
-    def observe(self, ms_per_token: float) -> None:
+    def observe(self, sample: float) -> None:
         if self._average is None:
-            self._average = ms_per_token
+            self._average = sample
         else:
-            self._average += RATE_ALPHA * (ms_per_token - self._average)
-        self._samples.append(ms_per_token)
+            self._average += ESTIMATE_ALPHA * (sample - self._average)
+        self._samples.append(sample)
 
     @property
     def value(self) -> float | None:
@@ -102,26 +102,33 @@ class Rate:
 
 
 class ServiceRates:
-    """What prompt and answer tokens have cost, learned from generations that have finished."""
+    """What tokens have cost in generations that have finished, and how long the answers were."""
 
     def __init__(self) -> None:
-        self._prefill = Rate()
-        self._decode = Rate()
+        self._prefill_ms = Estimate()
+        self._decode_ms = Estimate()
+        self._answer = Estimate()
 
-    def observe(self, demand: Demand, prefill_ms: float, decoded: int, decode_ms: float) -> None:
-        """A generation has finished: ``prefill_ms`` to its first token, ``decoded`` more in ``decode_ms``."""
-        self._prefill.observe(prefill_ms / demand.prompt_tokens)
-        if decoded:
-            self._decode.observe(decode_ms / decoded)
+    def observe(self, demand: Demand, prefill_ms: float, generated: int, decode_ms: float) -> None:
+        """A generation has finished: ``prefill_ms`` to its first token, ``decode_ms`` for the others."""
+        self._prefill_ms.observe(prefill_ms / demand.prompt_tokens)
+        if generated > 1:
+            self._decode_ms.observe(decode_ms / (generated - 1))
+        self._answer.observe(generated)
 
-    def secs(self, prompt_tokens: int, decode_tokens: int) -> float | None:
+    def answer_tokens(self, max_tokens: int) -> float:
+        """Tokens that an answer will have: most are shorter than they may be."""
+        expected = self._answer.value
+        return max_tokens if expected is None else min(max_tokens, expected)
+
+    def secs(self, prompt_tokens: float, answer_tokens: float) -> float | None:
         """How long this work takes on one lane; None until something like it has finished."""
         total = 0.0
-        for tokens, rate in ((prompt_tokens, self._prefill.value), (decode_tokens, self._decode.value)):
+        for tokens, ms in ((prompt_tokens, self._prefill_ms.value), (answer_tokens, self._decode_ms.value)):
             if tokens:
-                if rate is None:
+                if ms is None:
                     return None
-                total += tokens * rate
+                total += tokens * ms
         return total / 1000
 
 

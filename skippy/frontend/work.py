@@ -50,10 +50,9 @@ class Work:
     @property
     def done_tokens(self) -> int:
         """Prompt tokens, once all of them are done, and generated ones."""
-        return self.generated + (0 if self.first_token_at is None else self.demand.prompt_tokens)
+        return self.demand.prompt_tokens - self.prompt_left + self.generated
 
     @property
-    def left(self) -> Demand:
-        """What is still to do, at most."""
-        prompt = self.demand.prompt_tokens if self.first_token_at is None else 0
-        return Demand(prompt, max(0, self.demand.max_tokens - self.generated))
+    def prompt_left(self) -> int:
+        """Prompt tokens that may still be to do."""
+        return self.demand.prompt_tokens if self.first_token_at is None else 0

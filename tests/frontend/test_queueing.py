@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from skippy.frontend.queueing import (
+    ESTIMATE_SAMPLES,
     MAX_PASSES,
-    RATE_SAMPLES,
     Demand,
-    Rate,
+    Estimate,
     ServiceRates,
     WaitingLine,
     default_queue_capacity,
@@ -84,14 +84,14 @@ def test_nobody_starves(sizes: list[int], data: st.DataObject) -> None:
     assert len(line) == 0
 
 
-def test_a_rate_is_the_larger_of_average_and_percentile() -> None:
-    rate = Rate()
+def test_an_estimate_is_the_larger_of_average_and_percentile() -> None:
+    rate = Estimate()
     assert rate.value is None
     rate.observe(8)
     assert rate.value == 8
     rate.observe(4)  # average 7, percentile 8
     assert rate.value == 8
-    for _ in range(RATE_SAMPLES - 1):
+    for _ in range(ESTIMATE_SAMPLES - 1):
         rate.observe(4)
     assert rate.value == pytest.approx(4)  # the 8 is out of the window, and forgotten by the average
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_rate_is_the_larger_of_average_and_percentile() -> None:
 
 
 def test_the_percentile_of_64_samples_is_the_61st() -> None:
-    rate = Rate()
+    rate = Estimate()
     for sample in range(64, 0, -1):
         rate.observe(sample)
     assert rate.value == 61
@@ -110,11 +110,20 @@ def test_costs_are_unknown_until_something_like_it_has_finished() -> None:
     rates = ServiceRates()
     assert rates.secs(1, 1) is None
     assert rates.secs(0, 0) == 0
-    rates.observe(Demand(100, 50), prefill_ms=200, decoded=0, decode_ms=0)
+    rates.observe(Demand(100, 50), prefill_ms=200, generated=1, decode_ms=0)
     assert rates.secs(50, 0) == pytest.approx(0.1)
     assert rates.secs(50, 1) is None
-    rates.observe(Demand(100, 50), prefill_ms=200, decoded=20, decode_ms=200)
+    rates.observe(Demand(100, 50), prefill_ms=200, generated=21, decode_ms=200)
     assert rates.secs(50, 5) == pytest.approx(0.1 + 0.05)
+
+
+def test_answers_are_expected_to_be_as_long_as_others_were() -> None:
+    rates = ServiceRates()
+    assert rates.answer_tokens(4000) == 4000
+    for generated in (10, 20, 30):
+        rates.observe(Demand(1, 4000), prefill_ms=1, generated=generated, decode_ms=1)
+    assert rates.answer_tokens(4000) == 30
+    assert rates.answer_tokens(7) == 7
 
 
 @pytest.mark.parametrize(("lanes", "capacity"), [(1, 16), (2, 16), (4, 32), (32, 256), (99, 256)])
