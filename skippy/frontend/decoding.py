@@ -18,17 +18,16 @@ from skippy.protocol import (
     Message,
     MessageKind,
     PositionLogProbabilities,
+    ReplyAnnex,
     StageState,
     default_state,
 )
-from skippy.stage import LaneLost, PendingReply, StageError
+from skippy.stage import LaneLost, LocalRun, PendingReply, StageError
+from skippy.stage.local_run import MAX_AHEAD
 from skippy.telemetry import Level, Telemetry, names
 
 from .generation import FinishReason, GenerationRequest
 from .lanes import PooledLane
-
-MAX_AHEAD: Final = 4
-"""Tokens that may wait for their reader; the next step begins only once it has taken one."""
 
 _STATE: Final = default_state(MessageKind.DECODE_EMBD)
 
@@ -69,6 +68,8 @@ class DecodeLoop:
         """The token whose step does not begin before the reader has taken one."""
         self._unsent: Message | None = None
         """A step that could not begin without waiting, which the reader does."""
+        self._run: LocalRun | None = None
+        """Steps that follow each other by themselves, where one stage is all of the chain."""
         self._error: StageError | None = None
         self._stopped = False
         self._reader: trio.lowlevel.Task | None = None
@@ -81,6 +82,8 @@ class DecodeLoop:
     def stop(self) -> None:
         """Begin no further step. Never waits; a step that has begun ends by itself."""
         self._stopped = True
+        if self._run is not None:
+            self._run.stopped = True
 
     async def next(self) -> Token | None:
         """The next token; None once ``finish_reason`` is known. Cancelled while waiting, nothing is lost.
@@ -98,7 +101,9 @@ class DecodeLoop:
             else:
                 await self._wait()
         token = self._tokens.popleft()
-        if self._held is not None:
+        if self._run is not None:
+            self._run.taken += 1
+        elif self._held is not None:
             held, self._held = self._held, None
             self._step(held)
         return token
@@ -130,32 +135,56 @@ class DecodeLoop:
             session_id=self._ids[1],
             tokens=(token,),
         )
-        place = self._pooled.handle_now(message)
-        if place is None:
+        run = LocalRun(self._request.max_tokens - step, self._ends, self._came)
+        if (end := self._pooled.lane.start_run(message, run)) is not None:
+            self._run = run
+            end.then(self._run_ended)
+        elif (place := self._pooled.handle_now(message)) is not None:
+            place.then(self._arrived)
+        else:
             self._unsent = message
             self._wake()
-        else:
-            place.then(self._arrived)
 
     def _arrived(self, place: PendingReply) -> None:
         """A step has ended: keep its token, and begin the next one."""
         try:
-            token = self._take(place)
+            self._came(place.result().predicted, place.annex, False)
         except StageError as exc:
             self._error = exc
-        else:
+            self._wake()
+
+    def _run_ended(self, place: PendingReply) -> None:
+        self._run = None
+        try:
+            place.result()
+        except StageError as exc:
+            self._error = exc
+            self._wake()
+        if self._held is not None and not self._tokens:  # its reader was faster than the end of the run
+            held, self._held = self._held, None
+            self._step(held)
+
+    def _came(self, token: int, annex: ReplyAnnex | None, goes_on: bool) -> None:
+        """A step has given a token; ``goes_on``: the next one has begun."""
+        if goes_on:
+            self._pooled.lane.went_on()
+        try:
+            self._take(token, annex)
+        except StageError as exc:
+            self._error = exc
+            self.stop()
+        if not goes_on and self._error is None:
             if self.finish_reason is not None or self._stopped:
                 self._pooled.lane.pause()
-            elif len(self._tokens) < MAX_AHEAD:
+            elif len(self._tokens) < MAX_AHEAD and self._run is None:
                 self._step(token)
             else:
                 self._held = token
                 self._pooled.lane.pause()
         self._wake()
 
-    def _take(self, place: PendingReply) -> int:
-        reply, annex, request = place.result(), place.annex, self._request
-        token = reply.predicted
+    def _take(self, token: int, annex: ReplyAnnex | None) -> None:
+        request = self._request
         if token < 0:
             raise self._lose("the last stage predicted nothing")
         logprobs = None
@@ -172,16 +201,18 @@ class DecodeLoop:
                 request_id=self._ids[0],
                 decode_step=self._predicted,
             )
-        if not self._ignores_eos and self._vocabulary.is_end_of_generation(token):
+        if self._ends(token):
             self.finish_reason = "stop"
-            return token
+            return
         self._tokens.append((token, logprobs))
         self._predicted += 1
         if annex is not None and annex.finish_hint is FinishHint.MUST_END:
             self.finish_reason = "stop"
         elif self._predicted >= request.max_tokens:
             self.finish_reason = "length"
-        return token
+
+    def _ends(self, token: int) -> bool:
+        return not self._ignores_eos and self._vocabulary.is_end_of_generation(token)
 
     def _lose(self, reason: str) -> LaneLost:
         """End a lane whose last stage does not answer what was asked: its next answer is worth no more."""

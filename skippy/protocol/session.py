@@ -128,6 +128,18 @@ class Session(Machine[SessionState, SessionEvent]):
         self._length = action.position + action.count
         return action
 
+    def advance(self) -> None:
+        """One decode step has followed the last accepted one by itself, with no frame of its own.
+
+        Raises:
+            LocalProtocolError: the last accepted frame was no decode step.
+        """
+        epoch = self._epoch
+        if epoch is None or epoch.decode_step < 0:
+            raise LocalProtocolError("no decode step to follow")
+        self._length += 1
+        self._epoch = attrs.evolve(epoch, decode_step=epoch.decode_step + 1)
+
     def _place(self, message: Message) -> Action:
         kind, position = message.kind, message.pos_start
         if position < 0:

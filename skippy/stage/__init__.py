@@ -14,6 +14,7 @@ from .errors import (
 )
 from .interfaces import ReplySink
 from .lane import Lane
+from .local_run import LocalRun
 from .queues import PendingReply
 from .service import Stage, open_stage
 from .settings import GenerationSettings
@@ -23,6 +24,7 @@ __all__ = [
     "GenerationSettings",
     "Lane",
     "LaneLost",
+    "LocalRun",
     "PendingReply",
     "ReplySink",
     "RequestFailed",

@@ -34,6 +34,7 @@ from .express import Express, Frame, decode_span, prediction_frame, reported
 from .framing import allocate
 from .intake import ONE_TOKEN, RESTORES, check_data, check_restore, wave_of
 from .interfaces import LaneTasks, ReplySink
+from .local_run import LocalRun
 from .predictions import Predictions
 from .queues import PendingReply
 from .session import Predicted, Sink, StageSession
@@ -258,6 +259,42 @@ class Execution:
         self._started = work
         session.start(work)
         return True
+
+    def start_run(self, message: Message, run: LocalRun) -> PendingReply | None:
+        """Hand the engine a decode step, after which it goes on by itself, as ``run`` says.
+
+        Returns the place of what ends the run: an Ack, or the lane's failure. None, and nothing has happened,
+        where this stage is not all of the chain, or something would have to be waited for. Only after
+        :meth:`settle`. Raises as :meth:`carry_out`.
+        """
+        session = self._session
+        if (
+            not (self.downstream is None and self._answers.stay_here)
+            or session is None
+            or session.is_stale(message)
+            or session.wants_settings(message)
+        ):
+            return None
+        self._machine.receive(message)
+        check_data(message, self._context.stage_index, self._context.info.max_batch)
+        place = PendingReply()
+
+        def settle(error: Exception | None) -> None:
+            if error is not None:
+                self._lane.fail_for(error)
+            elif self._machine.state is not UpstreamState.CLOSED:  # which has failed the place
+                self._owed.remove(place)
+                place.set(Reply.ack())
+
+        self._started = session.prepare_run(message, run, settle)
+        self._owed.append(place)
+        session.start(self._started)
+        return place
+
+    def went_on(self) -> None:
+        """A step of the run has begun by itself."""
+        if self._session is not None:
+            self._session.went_on()
 
     def _reported(self, sink: Sink, message: Message) -> Sink:
         telemetry = self._context.telemetry

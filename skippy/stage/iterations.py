@@ -114,6 +114,16 @@ class Iterations:
             self._prefill.extendleft(work for work, _ in reversed(batch) if work.rows_left and not work.over)
         return woken
 
+    def _put_back(self, works: list[Work]) -> None:
+        """What has more rows: the rest of a chunk is first in line, next steps join the others."""
+        now = self._clock()
+        for work in reversed(works):
+            if self.safe or not work.decodes:
+                self._prefill.appendleft(work)
+        for work in works:
+            if work.decodes and not self.safe:
+                self._waves.add(work, now)
+
     def end(self) -> list[Work]:
         """Nothing runs any more: all that waits is cancelled. Returns as :meth:`step`."""
         waiting = [*self._prefill, *self._waves.take_all()]

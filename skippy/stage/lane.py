@@ -21,6 +21,8 @@ from .errors import LaneLost, RequestFailed, StageError
 from .execution import Execution
 from .interfaces import ReplySink
 from .links import LinkClosed
+from .local_run import LocalRun
+from .queues import PendingReply
 
 _ENDS = (ProtocolError, LinkClosed, StageError)
 """What ends a lane, in good order, while it handles a message."""
@@ -250,3 +252,21 @@ class Lane:
     def pause(self) -> None:
         """The request does not decode on for now: batches must not wait for its next step. Never waits."""
         self._execution.pause()
+
+    def start_run(self, message: Message, run: LocalRun) -> PendingReply | None:
+        """Begin decode steps that follow each other by themselves, if this stage is all of the chain.
+
+        Returns the place of the run's end, which fails if the lane does; None where ``handle_now`` or
+        ``handle`` must carry out the step alone. Never waits.
+        """
+        if not self._execution.settle() or self.failure is not None:
+            return None
+        try:
+            return self._execution.start_run(message, run)
+        except _ENDS as exc:
+            self.fail_for(exc)
+            return None
+
+    def went_on(self) -> None:
+        """A step of the run has begun by itself: call it for each."""
+        self._execution.went_on()

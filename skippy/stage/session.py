@@ -24,6 +24,7 @@ from skippy.protocol import (
 )
 
 from .errors import RequestFailed, SettingsRefused
+from .local_run import LocalRun
 from .scheduler import Scheduler
 from .scoring import score
 from .settings import GenerationSettings, parse_metadata
@@ -200,15 +201,20 @@ class StageSession:
         step = max(0, message.state.decode_step)
         trim_to = action.position if action.verb is Verb.REWIND else None
         before = None if trim_to is None else functools.partial(self._rewind, length=trim_to)
-        history, native = tokens if last else None, self._native
+        native = self._native
 
         def after(engine: StageEngine, row: int) -> bool:
-            if history is None:
+            if not last:
                 return sink(None, work)
+            # A work that goes on by itself has other rows each time.
+            history = work.segment.tokens if first else tokens
+            assert history is not None
             if each:
                 return sink(native.sample_each(engine, row, history, step), work)
             native.accept(history)
-            return sink(native.sample(engine, row, step) if predicts else None, work)
+            if not predicts:
+                return sink(None, work)
+            return sink(native.sample(engine, row, step + work.segment.position - action.position), work)
 
         self._work = work = Work(
             segment,
@@ -231,6 +237,24 @@ class StageSession:
         except (ValueError, EngineError) as exc:
             raise RequestFailed(str(exc)) from exc
 
+    def prepare_run(self, message: Message, run: LocalRun, settle: Settle) -> Work:
+        """:meth:`prepare_now` for a decode step after which the engine's thread goes on by itself.
+
+        Only where this stage is the whole model. Call :meth:`went_on` for each step that has begun so.
+        """
+
+        def sink(predicted: Predicted, work: Work) -> bool:
+            assert isinstance(predicted, int)
+            return run.made(predicted, self.take_annex(), work)
+
+        work = self.prepare_now(message, None, sink, settle)
+        work.report = run.report
+        return work
+
+    def went_on(self) -> None:
+        """One more step has begun by itself."""
+        self._machine.advance()
+
     def start(self, work: Work) -> None:
         """Start what :meth:`prepare_now` gave, without waiting for its end."""
         self._scheduler.submit(work)
@@ -240,7 +264,7 @@ class StageSession:
         self._scheduler.pause(self._sequence)
 
     def take_annex(self) -> ReplyAnnex | None:
-        """What goes with the prediction of the call that ran last; once."""
+        """What goes with the prediction of the work that ran last; once."""
         if not self._native.scores:
             return None
         scores, self._native.scores = self._native.scores, []

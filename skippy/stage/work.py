@@ -43,6 +43,7 @@ class Work:
             thread, before the rows run.
         compute_us: time of the engine for its rows, µs; a batch's time is shared out by rows.
         batch_size: sessions in the native batch that its last row ran in.
+        report: called in the event loop's thread before ``settle``, and whenever ``after`` asks for it.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Work:
         "_before",
         "_done",
         "_error",
+        "_next",
         "_over",
         "_settle",
         "_settled",
@@ -60,6 +62,7 @@ class Work:
         "decodes",
         "forms_waves",
         "output",
+        "report",
         "segment",
         "wave",
     )
@@ -84,6 +87,8 @@ class Work:
         self.compute_us = 0
         self.batch_size = 0
         self.cancelled = False
+        self.report: Callable[[], object] | None = None
+        self._next: Segment | None = None
         self._before = before
         self._after: After | None = after
         self._settle = settle
@@ -143,7 +148,14 @@ class Work:
             urgent = self._after(engine, first_logits)
         except Exception as exc:
             return self.finish(exc)
-        return self.finish(None, urgent=urgent)
+        if self._next is None:
+            return self.finish(None, urgent=urgent)
+        self.segment, self._next, self._done = self._next, None, 0
+        return urgent
+
+    def repeat(self, segment: Segment) -> None:
+        """Called by ``after``: the work goes on with these rows, as if it were another one."""
+        self._next = segment
 
     def finish(self, error: Exception | None, *, urgent: bool = True) -> bool:
         """The work is over. True when it must be settled without waiting until somebody asks."""
@@ -166,7 +178,9 @@ class Work:
         return True
 
     def wake(self) -> None:
-        """After an end for which :meth:`finish` gave True."""
+        """After :meth:`ran` or :meth:`finish` gave True."""
+        if self.report is not None:
+            self.report()
         self.settle()
         if self._waiting is not None:
             task, self._waiting = self._waiting, None

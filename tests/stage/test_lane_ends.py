@@ -357,7 +357,7 @@ async def test_a_lane_that_ends_as_the_engine_is_done(
     settle = Work.settle
 
     def settle_and_end(work: Work) -> bool:
-        while work.over and work.decodes and end_lane:
+        while work.over and end_lane:
             end_lane.pop()()
         return settle(work)
 
