@@ -173,7 +173,7 @@ async def run_chain(
             lane_count=1,
         ) as cluster:
             assert transport.ports
-            pool = LanePool(cluster.first, 1, queue_limit=1)
+            pool = LanePool(cluster.first, 1)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(pool.serve)
                 await pool.wait_ready()
