@@ -251,7 +251,7 @@ class Iterations:
         steps = sum(1 for work, _ in batch if work.decodes)
         if steps == len(batch):
             self._step_secs += (elapsed - self._step_secs) * (_SMOOTHING if self._step_secs else 1.0)
-            self._waves.observe_step(steps, elapsed)
+            self._waves.observe_step(sum(rows for _, rows in batch), elapsed)
         elif not steps and self._live and self._step_secs:
             rows = sum(rows for _, rows in batch)
             if rows >= self._slice_rows and elapsed <= self._step_secs / 2:

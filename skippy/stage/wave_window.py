@@ -18,8 +18,11 @@ class WaveWindow:
         self._spread_secs = MOST_SECS / 4
 
     def observe(self, spread_secs: float) -> None:
-        """A wave was complete this long after its first row."""
-        self._spread_secs += (spread_secs - self._spread_secs) * _SMOOTHING
+        """A row came this long after the first one of its wave, as the last one or too late.
+
+        One that hangs says nothing of what is usual: it counts for as long as a window can be.
+        """
+        self._spread_secs += (min(spread_secs, MOST_SECS) - self._spread_secs) * _SMOOTHING
 
     def seconds(self, step_secs: float) -> float:
         """How long to wait after the first row, where a step takes ``step_secs`` (0: not known yet)."""

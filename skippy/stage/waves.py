@@ -10,7 +10,7 @@ Only the engine's thread uses what is here.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import Final
 
 import attrs
@@ -41,8 +41,9 @@ class _Group:
     Attributes:
         rows: steps that wait for the rest of the group.
         away: sequences whose step has left and whose next one is not here yet, with the number of its wave.
-        number, sent_at, sent: of the last wave: its number, when it left, and how many rows it had.
-        measured: nobody has left that wave, so its way round tells something.
+        number, sent_at, sent: of the last wave: its number, when it left (before it was computed, until that
+            is done), and how many rows it had.
+        measured: it was computed alone and nobody has left it, so its way round tells something.
         returned_at: when the first row of that wave was followed by its next step; None before.
         waiting_since: when the first of ``rows`` arrived.
     """
@@ -78,8 +79,9 @@ class WaveQueue:
         self._window = window or WaveWindow()
         self._loose: list[Work] = []
         self._arriving: dict[Wave, _Arriving] = {}
-        self._incomplete: deque[Wave] = deque(maxlen=_REMEMBERED)
+        self._incomplete: OrderedDict[Wave, float] = OrderedDict()
         self._local: dict[int, _Group] = {}
+        self._sending: _Group | None = None
         self._number = 0
         self._step_secs = 0.0
         self._ring_secs = 0.0
@@ -96,6 +98,9 @@ class WaveQueue:
             arriving.rows.append(work)
             if len(arriving.rows) == wave.rows:
                 self._window.observe(now - arriving.first_at)
+            elif wave in self._incomplete:
+                # If only waves that came in time counted, a window that is too short would stay so.
+                self._window.observe(now - self._incomplete[wave])
         else:
             self._loose.append(work)
 
@@ -119,7 +124,8 @@ class WaveQueue:
             if not group.away and group.measured and self._groups is not None:
                 self._window.observe(now - group.returned_at)
                 ring = now - group.sent_at
-                self._ring_secs += (ring - self._ring_secs) * (0.25 if self._ring_secs else 1.0)
+                whole = ring + self._step_secs
+                self._ring_secs += (whole - self._ring_secs) * (0.25 if self._ring_secs else 1.0)
                 self._groups.observe_ring(group.sent, ring)
 
     def leave(self, sequence: int) -> None:
@@ -133,10 +139,13 @@ class WaveQueue:
             self._groups.leave(sequence)
 
     def observe_step(self, rows: int, seconds: float) -> None:
-        """A batch of decode steps took this long."""
+        """The batch of decode rows that was taken last took this long, and had nothing else in it."""
         self._step_secs += (seconds - self._step_secs) * (0.25 if self._step_secs else 1.0)
-        if self._groups is not None:
+        if self._groups is not None and self._sending is not None:
             self._groups.observe_step(rows, seconds)
+            self._sending.sent_at += seconds
+            self._sending.measured = True
+            self._sending = None
 
     # -- when they may run -----------------------------------------------------------------------------
 
@@ -183,11 +192,14 @@ class WaveQueue:
 
     def take_ready(self, now: float, max_rows: int) -> list[Work]:
         """The rows of the batch that has waited longest, at most ``max_rows``; none if none is ready."""
+        self._sending = None
         for wave, arriving in self._arriving.items():
             if self._due(wave, arriving) <= now:
                 del self._arriving[wave]
                 if len(arriving.rows) < wave.rows:
-                    self._incomplete.append(wave)
+                    self._incomplete.setdefault(wave, arriving.first_at)
+                    if len(self._incomplete) > _REMEMBERED:
+                        self._incomplete.popitem(last=False)
                 return self._cut(arriving.rows, max_rows)
         if self._loose:
             rows, self._loose = self._loose, []
@@ -212,12 +224,14 @@ class WaveQueue:
         rows, group.rows = group.rows[:limit], group.rows[limit:]
         group.waiting_since = now
         self._number = (self._number + 1) % DECODE_WAVE_NUMBERS
-        wave = Wave(self._number, len(rows))
+        # What nobody wants any more is not run, so no stage is to wait for it.
+        wave = Wave(self._number, max(1, sum(not work.cancelled for work in rows)))
         for work in rows:
             work.wave = wave
             group.away[work.segment.sequence] = wave.number
         group.number, group.sent_at, group.sent = wave.number, now, len(rows)
-        group.returned_at, group.measured = None, True
+        group.returned_at, group.measured = None, False
+        self._sending = group
         return rows
 
     def take_all(self) -> list[Work]:
