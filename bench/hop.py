@@ -106,7 +106,10 @@ def report(results: dict[int, list[Round]], width: int, out: Report) -> None:
         )
     headers = ["stages", "token, ms: median", "95th percentile", "per hop, ms", "added by a stage, ms"]
     out.add(table([*headers, "prefill, GB/s"], rows))
-    out.add(f"Targets: a hop at most {HOP_TARGET_MS} ms, prefill frames at least {PREFILL_TARGET:g} GB/s.")
+    out.add(
+        f"Targets: a hop at most {HOP_TARGET_MS} ms, prefill frames at least {PREFILL_TARGET:g} GB/s "
+        "through the one link of two stages; longer chains share the cores, and each link gets less."
+    )
     series = {
         "median": [Spread.of([r.median for r in row]) for row in results.values()],
         "95th percentile": [Spread.of([r.p95 for r in row]) for row in results.values()],

@@ -7,6 +7,7 @@ import pytest
 from bench.fairness import Round as FairnessRound, gaps_within
 from bench.load import Outcome
 from bench.overload import explained_waits, growth, verdict
+from bench.steps import bound, cycle_ms
 from bench.wan import Bound, Row, ring_bytes, wire_ms
 from skippy.config import WireConditions
 
@@ -71,3 +72,13 @@ def test_the_wire_takes_its_time_for_the_frames_of_a_ring() -> None:
     row = 4 * 576
     assert 2 * row < ring_bytes(576, 3) < 2 * row + 600
     assert ring_bytes(576, 3) - ring_bytes(576, 2) == ring_bytes(576, 2) - ring_bytes(576, 1)
+
+
+def test_the_bound_of_a_chain_is_the_best_way_to_group_its_streams() -> None:
+    # Three stages; a step of 8 costs less than four of 2, but leaves all stages but one idle.
+    times = {8: [8.0, 8.0, 8.0], 4: [5.0, 5.0, 5.0], 2: [4.0, 4.0, 4.0]}
+    assert cycle_ms(times, 8, 1, cores=2) == 24  # one wave: stage after stage
+    assert cycle_ms(times, 8, 2, cores=2) == 15  # two waves: as long as one takes, both cores busy
+    assert cycle_ms(times, 8, 4, cores=2) == 24  # 48 ms of compute on two cores
+    assert bound(times, 8, cores=2) == (pytest.approx(8000 / 15), 2)
+    assert bound(times, 8, cores=1) == (pytest.approx(8000 / 24), 1)
