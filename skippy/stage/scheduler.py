@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -35,7 +36,9 @@ class Scheduler:
         self.safe = iterations.safe
         """One sequence at a time, in order of arrival; chunks of prompts are to be of one size, too."""
         self._runtime = runtime
-        self._free = list(reversed(range(engine.info.max_sequences)))
+        # A heap. Caches that are split by sequence compute rows of neighbours together, so live sequences are
+        # kept side by side: the lowest free id goes first.
+        self._free = list(range(engine.info.max_sequences))
         self._waiting = trio.lowlevel.ParkingLot()
 
     @property
@@ -53,7 +56,7 @@ class Scheduler:
         with trio.move_on_after(SEQUENCE_WAIT_SECS):
             while not self._free:
                 await self._waiting.park()
-            return self._free.pop()
+            return heapq.heappop(self._free)
         raise RequestFailed(
             f"no free sequence within {SEQUENCE_WAIT_SECS:.0f} s: all {self.info.max_sequences} are in use; "
             "raise lane_count on this stage, or send fewer requests at once"
@@ -65,7 +68,7 @@ class Scheduler:
         The id is free at once: whoever takes it queues its calls behind the drop.
         """
         self._runtime.post(functools.partial(self._forget, sequence))
-        self._free.append(sequence)
+        heapq.heappush(self._free, sequence)
         self._waiting.unpark()
 
     def _forget(self, sequence: int) -> None:

@@ -102,6 +102,16 @@ async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
     assert closed == [True]
 
 
+async def test_the_lowest_free_sequence_goes_first() -> None:
+    """So that live sequences are neighbours, whose rows one ubatch of a split cache can hold."""
+    with trio.fail_after(10):
+        async with open_scheduler(lambda: ToyEngine(max_sequences=4), InlineRuntime()) as scheduler:
+            assert [await scheduler.acquire_sequence() for _ in range(4)] == [0, 1, 2, 3]
+            for sequence in (2, 0, 1):
+                scheduler.release_sequence(sequence)
+            assert [await scheduler.acquire_sequence() for _ in range(3)] == [0, 1, 2]
+
+
 def toy_iterations(engine: ToyEngine | None = None) -> Iterations:
     return Iterations(engine or ToyEngine(), WaveQueue())
 
