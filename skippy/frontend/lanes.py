@@ -162,6 +162,7 @@ class LanePool:
 
     async def _keep_lane(self) -> None:
         while True:
+            began = trio.current_time()
             try:
                 await self._one_lane()
             except* StageError as group:
@@ -176,7 +177,8 @@ class LanePool:
                 # A fault of ours: it must not take the other lanes with it, and must not stay unseen.
                 self._last_error = "a lane failed by a fault of this program; see its log"
                 log.error("lane failed by a fault of this program", exc_info=group)
-            await trio.sleep(RETRY_PAUSE_SECS)
+            # A lane that has lived is replaced at once; one that fails at once is not tried in a tight loop.
+            await trio.sleep_until(began + RETRY_PAUSE_SECS)
 
     async def _one_lane(self) -> None:
         telemetry = self._stage.context.telemetry
