@@ -55,9 +55,21 @@ def toy_kind() -> Kind:
     return Kind("toy", 6, load, ((3,), (1, 5), (2, 4), (1, 2, 3, 4, 5)))
 
 
-@pytest.fixture(params=["toy", "llama", pytest.param("bundled", marks=pytest.mark.model)])
+@pytest.fixture(scope="session")
+def unified_kind(tiny_kind: Kind) -> Kind:
+    """All sequences in one pool of cells."""
+
+    def load(start: int, end: int, **options: Any) -> StageEngine:
+        return tiny_kind.load(start, end, kv_unified=True, **options)
+
+    return Kind("unified", tiny_kind.layers, load, tiny_kind.cuts)
+
+
+@pytest.fixture(params=["toy", "llama", "unified", pytest.param("bundled", marks=pytest.mark.model)])
 def kind(request: pytest.FixtureRequest) -> Kind:
-    name = {"toy": "toy_kind", "llama": "tiny_kind", "bundled": "bundled_kind"}[request.param]
+    name = {"toy": "toy_kind", "llama": "tiny_kind", "unified": "unified_kind", "bundled": "bundled_kind"}[
+        request.param
+    ]
     found: Kind = request.getfixturevalue(name)
     return found
 

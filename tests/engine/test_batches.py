@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from skippy.engine import EngineError, FloatArray, Segment
+from skippy.engine import EngineError, EngineOptions, FloatArray, Segment
+from skippy.engine.llama import LlamaEngine
 from skippy.engine.llama.native import api
 from skippy.engine.llama.order import RowOrder, plan_calls
+from skippy.models import SliceInfo
+from tests.support.tiny_models import write_tiny_mamba
 
 from .chains import Chain, Kind, bits
 from .conftest import OpenChain
@@ -91,11 +95,9 @@ def test_a_batch_is_told_apart(
             assert bits(found) == bits(expected)
 
 
-@pytest.mark.parametrize("kv_unified", [False, True])
-def test_one_native_decode_for_all(
-    kv_unified: bool, tiny_kind: Kind, open_chain: OpenChain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain = open_chain(tiny_kind, 3, kv_unified=kv_unified, max_sequences=6)
+@pytest.fixture
+def native_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each native decode from now on."""
     rows: list[int] = []
     decode = api.llama_decode
 
@@ -104,8 +106,16 @@ def test_one_native_decode_for_all(
         return int(decode(context, batch))
 
     monkeypatch.setattr(api, "llama_decode", counting)
+    return rows
+
+
+@pytest.mark.parametrize("kv_unified", [False, True])
+def test_one_native_decode_for_all(
+    kv_unified: bool, tiny_kind: Kind, open_chain: OpenChain, native_rows: list[int]
+) -> None:
+    chain = open_chain(tiny_kind, 3, kv_unified=kv_unified, max_sequences=6)
     _run(chain)
-    assert rows == [total for batch in _SCHEDULE for total in [sum(count for _, count in batch)] * 2]
+    assert native_rows == [total for batch in _SCHEDULE for total in [sum(count for _, count in batch)] * 2]
     assert all(stage.info.can_mix for stage in chain.stages)
 
 
@@ -143,6 +153,55 @@ def test_a_failed_call_undoes_the_calls_before_it(
     assert next(calls) > 1
     assert [chain.last.length(sequence) for sequence in range(6)] == [3, 0, 1, 0, 0, 0]
     assert bits(chain.feed((0, [5]), (2, [6]), (4, [7, 8]), (5, [9, 10]))) == expected
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_mamba(tmp_path_factory.mktemp("mamba") / "mamba.gguf")
+
+
+@pytest.fixture
+def open_recurrent(recurrent: Path) -> Iterator[Callable[..., Chain]]:
+    opened: list[LlamaEngine] = []
+
+    def make(**options: Any) -> Chain:
+        given = EngineOptions(n_threads=1, max_sequences=6, context_length=64, **options)
+        opened.append(LlamaEngine.load(SliceInfo.from_file(recurrent), given))
+        return Chain([opened[-1]])
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"n_ubatch": 2}, {"kv_unified": True}], ids=str)
+def test_recurrent_models(
+    options: dict[str, Any],
+    open_recurrent: Callable[..., Chain],
+    native_rows: list[int],
+) -> None:
+    together, apart = open_recurrent(**options), open_recurrent(**options)
+    assert not together.last.info.can_mix
+    found = _run(together)
+    if "n_ubatch" not in options:
+        # single rows together, and each longer segment alone
+        assert native_rows == [4, 4, 7, 4, 2, 11, 2, 2, 6, 19, 6, 3, 3, 3, 3]
+    for one, other in zip(found, _run_apart(apart), strict=True):
+        _assert_near(one, other)
+
+
+def test_a_failure_drops_what_cannot_be_trimmed(
+    open_recurrent: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = open_recurrent()
+    chain.feed((0, [1, 2]), (1, [3]), (2, [4, 5]))
+    with monkeypatch.context() as patch:
+        decode = api.llama_decode
+        patch.setattr(api, "llama_decode", lambda *given: decode(*given) or -3)
+        with pytest.raises(EngineError, match="code -3"):
+            chain.feed((0, [6]), (1, [7]))
+    assert [chain.last.length(sequence) for sequence in range(3)] == [0, 0, 2]
+    chain.feed((0, [1, 2]), (2, [6]))
 
 
 def test_unaligned_activations_of_several_segments(kind: Kind, open_chain: OpenChain) -> None:

@@ -72,12 +72,7 @@ def write_tiny(
     texts = list(tokens) if tokens is not None else vocabulary()
     metadata = _metadata(arch, layers, width, heads, kv_heads, feed_forward, context, texts)
     metadata.update(extra or {})
-    for key, (kind, value) in metadata.items():
-        sub = None
-        if isinstance(value, list):
-            sub = kind
-            kind = GGUFValueType.ARRAY
-        out.add_key_value(key, value, kind, sub)
+    _add_metadata(out, metadata)
     if "general.alignment" in metadata:
         out.data_alignment = cast(int, metadata["general.alignment"][1])
     generator = np.random.default_rng([seed, *arch.encode()])
@@ -90,11 +85,55 @@ def write_tiny(
             out.add_tensor(name, quants.quantize(data, quantised), raw_dtype=quantised)
         else:
             out.add_tensor(name, data)
+    _write(out)
+    return Path(path)
+
+
+def write_tiny_mamba(path: str | os.PathLike[str], layers: int = 3, *, width: int = 64) -> Path:
+    """A random model with recurrent state instead of a cache of positions, and the same tokenizer."""
+    inner, state, rank = 2 * width, 16, 4
+    out = GGUFWriter(os.fspath(path), "mamba")
+    metadata = _metadata("mamba", layers, width, 1, 1, 0, 512, vocabulary())
+    for name, number in (("conv_kernel", 4), ("inner_size", inner), ("state_size", state)):
+        metadata[f"mamba.ssm.{name}"] = (GGUFValueType.UINT32, number)
+    metadata["mamba.ssm.time_step_rank"] = (GGUFValueType.UINT32, rank)
+    _add_metadata(out, metadata)
+    generator = np.random.default_rng(0)
+
+    def add(name: str, *shape: int, mean: float = 0.0, scale: float = 0.2) -> None:
+        out.add_tensor(name, generator.normal(mean, scale, shape[::-1]).astype(np.float32))
+
+    add("token_embd.weight", width, len(vocabulary()), scale=1.0)
+    add("output_norm.weight", width, mean=1.0)
+    for layer in range(layers):
+        block = f"blk.{layer}."
+        add(f"{block}attn_norm.weight", width, mean=1.0)
+        add(f"{block}ssm_in.weight", width, 2 * inner)
+        add(f"{block}ssm_conv1d.weight", 4, inner)
+        add(f"{block}ssm_conv1d.bias", inner)
+        add(f"{block}ssm_x.weight", inner, rank + 2 * state)
+        add(f"{block}ssm_dt.weight", rank, inner)
+        add(f"{block}ssm_dt.bias", inner)
+        add(f"{block}ssm_a", state, inner, mean=-1.0)
+        add(f"{block}ssm_d", inner, mean=1.0)
+        add(f"{block}ssm_out.weight", inner, width)
+    _write(out)
+    return Path(path)
+
+
+def _add_metadata(out: GGUFWriter, metadata: Mapping[str, tuple[GGUFValueType, object]]) -> None:
+    for key, (kind, value) in metadata.items():
+        if isinstance(value, list):
+            out.add_key_value(key, value, GGUFValueType.ARRAY, kind)
+        else:
+            out.add_key_value(key, value, kind)
+
+
+def _write(out: GGUFWriter) -> None:
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-    return Path(path)
 
 
 def _metadata(
