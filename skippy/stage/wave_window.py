@@ -7,7 +7,7 @@ from typing import Final
 LEAST_SECS: Final = 0.0002
 MOST_SECS: Final = 0.005
 MOST_OF_STEP: Final = 0.25
-"""The wait may cost at most this part of a step's time."""
+"""The wait may cost at most this part of a step's time, at stage 0 of a ring's."""
 _SMOOTHING: Final = 0.25
 
 

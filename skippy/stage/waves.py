@@ -35,27 +35,40 @@ class _Arriving:
 
 
 @attrs.define(slots=True)
+class _Sent:
+    """A wave of stage 0 that is on its way round.
+
+    Attributes:
+        away: sequences whose next step is not here yet.
+        rows: how many the wave had.
+        began_at, sent_at: when its step began, and when that was done, once it is known.
+        measured: it was computed alone and nobody has left it, so its way round tells something.
+        returned_at: when the first of its rows was followed by its next step; None before.
+    """
+
+    away: set[int]
+    rows: int
+    began_at: float
+    sent_at: float
+    measured: bool = False
+    returned_at: float | None = None
+
+
+@attrs.define(slots=True)
 class _Group:
     """The sessions of one group at stage 0.
 
     Attributes:
         rows: steps that wait for the rest of the group.
-        away: sequences whose step has left and whose next one is not here yet, with the number of its wave.
-        number, sent_at, sent: of the last wave: its number, when it left (before it was computed, until that
-            is done), and how many rows it had.
-        measured: it was computed alone and nobody has left it, so its way round tells something.
-        returned_at: when the first row of that wave was followed by its next step; None before.
         waiting_since: when the first of ``rows`` arrived.
+        sent: waves of which something is away: the last one, and others while the group is apart.
+        last: the wave that was sent last, whole or back again.
     """
 
     rows: list[Work] = attrs.field(factory=list)
-    away: dict[int, int] = attrs.field(factory=dict)
-    number: int = -1
-    sent_at: float = 0.0
-    sent: int = 0
-    measured: bool = False
-    returned_at: float | None = None
     waiting_since: float = 0.0
+    sent: list[_Sent] = attrs.field(factory=list)
+    last: _Sent | None = None
 
 
 class WaveQueue:
@@ -77,11 +90,12 @@ class WaveQueue:
         self._groups = groups
         self._patient = patient
         self._window = window or WaveWindow()
+        self._returns = WaveWindow()
         self._loose: list[Work] = []
         self._arriving: dict[Wave, _Arriving] = {}
         self._incomplete: OrderedDict[Wave, float] = OrderedDict()
         self._local: dict[int, _Group] = {}
-        self._sending: _Group | None = None
+        self._sending: _Sent | None = None
         self._number = 0
         self._step_secs = 0.0
         self._ring_secs = 0.0
@@ -116,25 +130,35 @@ class WaveQueue:
     def _came_back(self, sequence: int, now: float) -> None:
         """The step of this sequence that left last is through the ring."""
         for group in self._local.values():
-            number = group.away.pop(sequence, None)
-            if number is None or number != group.number:
-                continue  # a late one of an earlier wave joins again
-            if group.returned_at is None:
-                group.returned_at = now
-            if not group.away and group.measured and self._groups is not None:
-                self._window.observe(now - group.returned_at)
-                ring = now - group.sent_at
-                whole = ring + self._step_secs
-                self._ring_secs += (whole - self._ring_secs) * (0.25 if self._ring_secs else 1.0)
-                self._groups.observe_ring(group.sent, ring)
+            for sent in group.sent:
+                if sequence not in sent.away:
+                    continue
+                sent.away.remove(sequence)
+                if sent.returned_at is None:
+                    sent.returned_at = now
+                if not sent.away:
+                    group.sent.remove(sent)
+                    self._observe_return(sent, now - sent.returned_at, now)
+                return
+
+    def _observe_return(self, sent: _Sent, spread: float, now: float) -> None:
+        """All of a wave is back, perhaps not in time: else a window that is too short would stay so."""
+        self._returns.observe(spread)
+        ring = now - sent.began_at
+        self._ring_secs += (ring - self._ring_secs) * (0.25 if self._ring_secs else 1.0)
+        if sent.measured and self._groups is not None:
+            self._groups.observe_ring(sent.rows, now - sent.sent_at)
 
     def leave(self, sequence: int) -> None:
         """The session does not go on, or not soon: nobody waits for it."""
         if self._groups is None:
             return
         for group in self._local.values():
-            if group.away.pop(sequence, None) is not None:
-                group.measured = False
+            for sent in group.sent:
+                if sequence in sent.away:
+                    sent.away.remove(sequence)
+                    sent.measured = False
+            group.sent = [sent for sent in group.sent if sent.away]
         if sequence in self._groups:
             self._groups.leave(sequence)
 
@@ -173,7 +197,7 @@ class WaveQueue:
         dues += [
             self._group_due(group)
             for group in self._local.values()
-            if group.rows and (group.returned_at is not None or not group.away)
+            if group.rows and (not group.sent or (group.last and group.last.returned_at is not None))
         ]
         return max(0.0, min(dues) - now) if dues else None
 
@@ -183,10 +207,11 @@ class WaveQueue:
         return arriving.first_at + self._window.seconds(self._step_secs)
 
     def _group_due(self, group: _Group) -> float:
-        if not group.away:
+        if not group.sent or group.last is None:
             return 0.0
-        if group.returned_at is not None:
-            return group.returned_at + self._window.seconds(self._step_secs)
+        if group.last.returned_at is not None:
+            # A group that falls apart goes round in small batches. Waiting costs a part of the ring.
+            return group.last.returned_at + self._returns.seconds(self._ring_secs)
         # Sessions that join wait for the others to come round, so that they go on together.
         return group.waiting_since + 1.5 * self._ring_secs
 
@@ -228,10 +253,9 @@ class WaveQueue:
         wave = Wave(self._number, max(1, sum(not work.cancelled for work in rows)))
         for work in rows:
             work.wave = wave
-            group.away[work.segment.sequence] = wave.number
-        group.number, group.sent_at, group.sent = wave.number, now, len(rows)
-        group.returned_at, group.measured = None, False
-        self._sending = group
+        group.last = sent = _Sent({work.segment.sequence for work in rows}, len(rows), now, now)
+        group.sent.append(sent)
+        self._sending = sent
         return rows
 
     def take_all(self) -> list[Work]:
