@@ -15,7 +15,7 @@ side kind head house service friend father power hour game line end member law c
 CERTAIN = (
     "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,",
     "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday, Wednesday,",
-    "a b c d e f g h i j k l m n o p q r s t u v w x y z a b c d e f g",
+    "2020, 2021, 2022, 2023, 2024, 2025, 2026, 2027, 2028, 2029, 2030, 2031, 2032,",
 )
 """Continued the same way whatever the batch shape: quantised weights give slightly different numbers in
 batches of other shapes, which decides only where two tokens are nearly as likely."""

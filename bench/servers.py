@@ -155,7 +155,8 @@ def llama_cpp_python_server(
     with child(name, command, None) as (process, _):
         url = f"http://127.0.0.1:{port}"
         _wait_answering(name, url, process)
-        yield _server(name, url, "any", process.pid, sequential=True)
+        # Its own default penalises repetition.
+        yield _server(name, url, "any", process.pid, extra={"repeat_penalty": 1.0}, sequential=True)
 
 
 def _server(
