@@ -6,13 +6,11 @@ Pure policy: no event loop and no clock of its own.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from collections.abc import Hashable
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from .ring_model import Division, RingModel
-
-S = TypeVar("S", bound=Hashable)
 
 MIN_GAIN: Final = 0.05
 """What another number of groups must promise in tokens per second, as a part of the present ones."""
@@ -26,15 +24,16 @@ INDIFFERENT: Final = 0.01
 """Of groupings whose predicted rates differ by less than this, the one with fewer groups is better."""
 
 
-class DecodeGroups(Generic[S]):
+class DecodeGroups:
     """Keeps decoding sessions in groups, and chooses how many groups there are.
 
     The number is the one that promises most tokens per second by what stage 0 measures: see
     :class:`~skippy.stage.ring_model.RingModel`. It changes only for MIN_GAIN and after SETTLE_CYCLES, and at
     most doubles at once, because predictions for batches far from those measured are guesses.
 
-    A session belongs to one group from :meth:`join` to :meth:`leave`. It moves to another one only inside
-    :meth:`between_waves`, while it has no row under way.
+    Sessions are known by their native sequence ids, and dealt to groups by the rank of these: neighbours
+    together, sizes that differ by at most one. One belongs to a group from :meth:`join` to :meth:`leave`; it
+    moves to another one only inside :meth:`between_waves`, while it has no row under way.
 
     Args:
         stages: of the chain, at least 1.
@@ -45,7 +44,8 @@ class DecodeGroups(Generic[S]):
         self._model = RingModel(stages)
         self._fixed = count
         self._wanted = 1 if count is None else count
-        self._group: dict[S, int] = {}
+        self._group: dict[int, int] = {}
+        self._order: list[int] = []
         self._sizes: Counter[int] = Counter()
         self._rings = 0
         self._due = SETTLE_CYCLES
@@ -55,19 +55,16 @@ class DecodeGroups(Generic[S]):
     @property
     def count(self) -> int:
         """How many groups there are to be: 1 to the number of sessions."""
-        return self._count_for(len(self._group))
-
-    def _count_for(self, sessions: int) -> int:
-        return max(1, min(self._wanted, sessions))
+        return max(1, min(self._wanted, len(self._order)))
 
     def __len__(self) -> int:
         """Sessions in all groups."""
         return len(self._group)
 
-    def __contains__(self, session: S) -> bool:
+    def __contains__(self, session: int) -> bool:
         return session in self._group
 
-    def group_of(self, session: S) -> int:
+    def group_of(self, session: int) -> int:
         """The group of a session. KeyError if it has not joined."""
         return self._group[session]
 
@@ -75,34 +72,36 @@ class DecodeGroups(Generic[S]):
         """Sessions in a group: the rows of its next wave, if none joins, moves or leaves."""
         return self._sizes[group]
 
-    def join(self, session: S) -> int:
+    def join(self, session: int) -> int:
         """A session begins to decode; returns its group. ValueError if it has joined before."""
         if session in self._group:
             raise ValueError(f"session {session!r} decodes already, in group {self._group[session]}")
-        group = self._smallest(len(self._group) + 1)
-        self._group[session] = group
+        bisect.insort(self._order, session)
+        self._group[session] = group = self._place(session)
         self._sizes[group] += 1
         return group
 
-    def leave(self, session: S) -> None:
+    def leave(self, session: int) -> None:
         """A session decodes no more; a row of it may be under way. KeyError if it has not joined."""
         self._sizes[self._group.pop(session)] -= 1
+        self._order.remove(session)
 
-    def between_waves(self, session: S) -> int:
+    def between_waves(self, session: int) -> int:
         """A session's row is back and its next one not under way; returns the group of the next one.
 
-        Only here do sessions move: out of groups that are to be no more, and from large groups to small ones.
+        Only here do sessions move: when there are to be more or fewer groups, or others have come or gone.
         KeyError if it has not joined.
         """
-        group, other = self._group[session], self._smallest(len(self._group))
-        if group >= self.count or self._sizes[group] > self._sizes[other] + 1:
+        group, place = self._group[session], self._place(session)
+        if group != place:
             self._sizes[group] -= 1
-            self._sizes[other] += 1
-            self._group[session] = group = other
-        return group
+            self._sizes[place] += 1
+            self._group[session] = place
+        return place
 
-    def _smallest(self, sessions: int) -> int:
-        return min(range(self._count_for(sessions)), key=lambda group: self._sizes[group])
+    def _place(self, session: int) -> int:
+        """Neighbours go together: engines compute sequences with consecutive ids faster than others."""
+        return bisect.bisect_left(self._order, session) * self.count // len(self._order)
 
     def observe_step(self, batch_size: int, seconds: float) -> None:
         """Stage 0 has computed a wave: one native batch of decode rows alone, which took so long."""

@@ -136,7 +136,7 @@ async def open_scheduler(
     def load() -> None:
         engine = make_engine()
         stages = count_stages(engine.info)
-        groups = DecodeGroups[int](stages) if stages > 1 and runtime.waits else None
+        groups = DecodeGroups(stages) if stages > 1 and runtime.waits else None
         waves = WaveQueue(groups, patient=runtime.waits)
         iterations = Iterations(engine, waves, mixed_rows=mixed_rows, safe=safe)
         loaded.append((engine, iterations))

@@ -82,7 +82,7 @@ class WaveQueue:
 
     def __init__(
         self,
-        groups: DecodeGroups[int] | None = None,
+        groups: DecodeGroups | None = None,
         window: WaveWindow | None = None,
         *,
         patient: bool = True,
@@ -118,7 +118,7 @@ class WaveQueue:
         else:
             self._loose.append(work)
 
-    def _add_local(self, groups: DecodeGroups[int], work: Work, now: float) -> None:
+    def _add_local(self, groups: DecodeGroups, work: Work, now: float) -> None:
         sequence = work.segment.sequence
         self._came_back(sequence, now)
         number = groups.between_waves(sequence) if sequence in groups else groups.join(sequence)

@@ -10,22 +10,38 @@ from skippy.stage.groups import DecodeGroups
 from skippy.stage.ring_model import Division, RingModel
 
 
-def sizes(groups: DecodeGroups[int]) -> list[int]:
+def sizes(groups: DecodeGroups) -> list[int]:
     return [groups.size(group) for group in range(groups.count)]
 
 
-def test_sessions_join_the_smallest_group() -> None:
-    groups = DecodeGroups[int](3, count=3)
-    assert [groups.join(session) for session in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+def test_neighbours_are_dealt_to_one_group() -> None:
+    """By rank, whatever the ids are and in whatever order they came."""
+    groups = DecodeGroups(3, count=3)
+    for session in (9, 2, 30, 4, 3, 7, 8):
+        groups.join(session)
+    ranked = (2, 3, 4, 7, 8, 9, 30)
+    assert [groups.between_waves(session) for session in ranked] == [0, 0, 0, 1, 1, 2, 2]
+    assert [groups.group_of(session) for session in ranked] == [0, 0, 0, 1, 1, 2, 2]
     assert sizes(groups) == [3, 2, 2]
     assert len(groups) == 7
-    groups.leave(1)
-    assert 1 not in groups
-    assert groups.join(9) == 1
+    groups.leave(3)
+    assert 3 not in groups
+    assert sizes(groups) == [2, 2, 2]
+    assert groups.join(5) == 0  # behind 2 and 4
+    assert sizes(groups) == [3, 2, 2]
+
+
+def test_one_that_joins_moves_nobody() -> None:
+    groups = DecodeGroups(3, count=2)
+    assert [groups.join(session) for session in range(4)] == [0, 1, 1, 1]
+    assert sizes(groups) == [1, 3]
+    assert [groups.group_of(session) for session in range(4)] == [0, 1, 1, 1]
+    assert groups.between_waves(1) == 0
+    assert sizes(groups) == [2, 2]
 
 
 def test_there_are_no_more_groups_than_sessions() -> None:
-    groups = DecodeGroups[int](3, count=4)
+    groups = DecodeGroups(3, count=4)
     assert groups.count == 1
     for session in range(6):
         groups.join(session)
@@ -38,31 +54,34 @@ def test_there_are_no_more_groups_than_sessions() -> None:
 
 
 def test_a_session_moves_between_its_waves_alone() -> None:
-    groups = DecodeGroups[int](3, count=2)
+    groups = DecodeGroups(3, count=2)
     for session in range(6):
         groups.join(session)
+    assert [groups.between_waves(session) for session in range(6)] == [0, 0, 0, 1, 1, 1]
+    groups.leave(0)
     groups.leave(1)
-    groups.leave(3)
-    assert sizes(groups) == [3, 1]
-    assert [groups.group_of(session) for session in (0, 2, 4, 5)] == [0, 0, 0, 1]
-    assert groups.between_waves(5) == 1  # small enough as it is
-    assert groups.between_waves(2) == 1
-    assert groups.between_waves(0) == 0
+    assert sizes(groups) == [1, 3]
+    assert [groups.group_of(session) for session in (2, 3, 4, 5)] == [0, 1, 1, 1]
+    assert groups.between_waves(5) == 1  # it is among the last two of four
+    assert groups.between_waves(2) == 0
+    assert sizes(groups) == [1, 3]
+    assert groups.between_waves(3) == 0
     assert sizes(groups) == [2, 2]
 
 
 def test_misuse_is_an_error() -> None:
-    groups = DecodeGroups[str](3)
-    groups.join("a")
-    with pytest.raises(ValueError, match="session 'a' decodes already, in group 0"):
-        groups.join("a")
+    groups = DecodeGroups(3)
+    groups.join(7)
+    with pytest.raises(ValueError, match="session 7 decodes already, in group 0"):
+        groups.join(7)
+    assert len(groups) == 1
     for call in (groups.leave, groups.between_waves, groups.group_of):
         with pytest.raises(KeyError):
-            call("b")
+            call(8)
 
 
 def test_a_fixed_number_stays() -> None:
-    groups = DecodeGroups[int](3, count=1)
+    groups = DecodeGroups(3, count=1)
     for session in range(8):
         groups.join(session)
     for _ in range(200):
@@ -72,7 +91,7 @@ def test_a_fixed_number_stays() -> None:
 
 
 def test_a_number_is_chosen_once_its_batch_was_measured() -> None:
-    groups = DecodeGroups[int](3)
+    groups = DecodeGroups(3)
     for session in range(8):
         groups.join(session)
     for _ in range(8):
@@ -88,7 +107,7 @@ def test_a_number_is_chosen_once_its_batch_was_measured() -> None:
 
 def test_rings_without_sessions_or_steps_are_no_error() -> None:
     """The last session may leave while its row is under way, and a clock may stand still."""
-    groups = DecodeGroups[int](1)
+    groups = DecodeGroups(1)
     groups.observe_ring(1, 0.0)
     groups.join(1)
     for _ in range(50):
@@ -101,18 +120,17 @@ def test_rings_without_sessions_or_steps_are_no_error() -> None:
 
 
 class GroupsMachine(RuleBasedStateMachine):
-    """Any order of events: nobody is lost, nobody moves with a row under way, and sizes even out."""
+    """Any order of events: nobody is lost, nobody moves unasked, and neighbours come together."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.groups = DecodeGroups[int](3)
+        self.groups = DecodeGroups(3)
         self.places: dict[int, int] = {}
-        self.next = 0
 
-    @rule()
-    def join(self) -> None:
-        self.places[self.next] = self.groups.join(self.next)
-        self.next += 1
+    @rule(session=st.integers(0, 19))
+    def join(self, session: int) -> None:
+        if session not in self.places:
+            self.places[session] = self.groups.join(session)
 
     @precondition(lambda self: self.places)
     @rule(data=st.data())
@@ -150,9 +168,8 @@ class GroupsMachine(RuleBasedStateMachine):
         assert all(self.groups.size(group) == taken.count(group) for group in range(20))
 
     def teardown(self) -> None:
-        for _ in range(2):
-            for session in self.places:
-                self.groups.between_waves(session)
+        ranked = [self.groups.between_waves(session) for session in sorted(self.places)]
+        assert ranked == sorted(ranked)
         if self.places:
             assert max(sizes(self.groups)) - min(sizes(self.groups)) <= 1
             assert sum(sizes(self.groups)) == len(self.places)
