@@ -21,10 +21,17 @@ ACCEPT_SECS = 300.0
 """How long a peer may take to accept a frame, which waits there for the frames before it and for memory."""
 
 
+AT_ONCE_BYTES = 64 * 1024
+"""The rest of a frame up to this size is taken without giving others a turn, where it is here already: it is
+what a decode step brings, and its way through a stage is every token's."""
+
+
 class Memory(Protocol):
     """Who decides when there is room for what a peer announces, :class:`skippy.stage.memory.FrameMemory`."""
 
     async def wait(self) -> None: ...
+
+    def cover(self) -> bool: ...
 
 
 async def receive_message(
@@ -84,19 +91,30 @@ async def _receive_some(
     else:
         if deadline == math.inf:
             deadline = trio.current_time() + FRAME_SECS
-        if memory is not None:
-            before = trio.current_time()
-            await memory.wait()
-            deadline += trio.current_time() - before  # our own shortage is not the peer's delay
-        with trio.CancelScope(deadline=deadline) as scope:
-            count = await link.receive_into(decoder.get_buffer())
-        if scope.cancelled_caught:
-            raise LinkClosed(f"{link.peer} did not finish a frame within {FRAME_SECS:g} s")
+        buffer, received = decoder.get_buffer(), None
+        if buffer.nbytes <= AT_ONCE_BYTES and (memory is None or memory.cover()):
+            received = link.receive_nowait(buffer)
+        if received is None:
+            received, deadline = await _receive_rest(link, buffer, deadline, memory)
+        count = received
     if count == 0:
         decoder.receive_eof()
         return None
     decoder.buffer_updated(count)
     return deadline
+
+
+async def _receive_rest(
+    link: Link, buffer: memoryview, deadline: float, memory: Memory | None
+) -> tuple[int, float]:
+    """Receive inside a frame, by its deadline, which is moved by what we made the peer wait."""
+    if memory is not None:
+        before = trio.current_time()
+        await memory.wait()
+        deadline += trio.current_time() - before  # our own shortage is not the peer's delay
+    with trio.CancelScope(deadline=deadline):
+        return await link.receive_into(buffer), deadline
+    raise LinkClosed(f"{link.peer} did not finish a frame within {FRAME_SECS:g} s")
 
 
 def allocate(size: int) -> memoryview:

@@ -25,8 +25,7 @@ class FrameBudget:
 
     async def take(self, size: int) -> None:
         """Wait for ``size`` bytes. Cancelled while waiting, nothing was taken."""
-        if not self._waiting and self._fits(size):
-            self.used += size
+        if self.take_now(size):
             return
         self._waiting.append(ticket := object())
         try:
@@ -36,6 +35,13 @@ class FrameBudget:
         finally:
             self._waiting.remove(ticket)
             self._changed.unpark_all()  # whoever is first now
+
+    def take_now(self, size: int) -> bool:
+        """Take ``size`` bytes if nobody has to be waited for."""
+        if self._waiting or not self._fits(size):
+            return False
+        self.used += size
+        return True
 
     def _fits(self, size: int) -> bool:
         return self.used == 0 or self.used + size <= self._limit
@@ -62,6 +68,14 @@ class FrameMemory:
         """For the decoder: room for an activation that has been announced."""
         self._announced += size
         return allocate(size)
+
+    def cover(self) -> bool:
+        """Do what :meth:`wait` does, if that takes no waiting; False if it does."""
+        if self._announced and not self.budget.take_now(self._announced):
+            return False
+        self._held += self._announced
+        self._announced = 0
+        return True
 
     async def wait(self) -> None:
         """Wait until the budget covers all that was announced. Call before receiving more."""

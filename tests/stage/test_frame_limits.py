@@ -173,3 +173,20 @@ async def test_a_chain_holds_no_memory_for_frames_once_it_is_idle() -> None:
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert [stage.context.frame_budget.used for stage in cluster.stages] == [0, 0, 0]
+
+
+async def test_memory_is_covered_at_once_where_nobody_has_to_wait() -> None:
+    budget = FrameBudget(100)
+    one, other = FrameMemory(budget), FrameMemory(budget)
+    one.allocate(60)
+    assert one.cover()
+    assert one.cover()  # nothing more was announced
+    assert budget.used == 60
+    other.allocate(60)
+    assert not other.cover()
+    assert budget.used == 60
+    one.release(60)
+    assert other.cover()
+    assert budget.used == 60
+    other.close()
+    assert budget.used == 0

@@ -268,3 +268,26 @@ async def test_a_refused_connection_says_no_more_than_that() -> None:
     with pytest.raises(ConnectionRefusedError) as caught:
         await TcpTransport().connect(Endpoint("127.0.0.1", port))
     assert caught.value.strerror == "Connection refused"
+
+
+async def test_tcp_gives_at_once_what_has_arrived() -> None:
+    with trio.fail_after(10):
+        async with contextlib.AsyncExitStack() as stack:
+            transport = TcpTransport()
+            listener = await transport.listen(Endpoint("127.0.0.1", 0))
+            stack.callback(listener.close)
+            dialled = await transport.connect(listener.endpoint)
+            stack.callback(dialled.close)
+            accepted = await listener.accept()
+            stack.callback(accepted.close)
+            buffer = memoryview(bytearray(4))
+            assert accepted.receive_nowait(buffer) is None
+            await dialled.send([b"abcdef"])
+            assert await accepted.receive_into(buffer) == 4
+            assert accepted.receive_nowait(buffer) == 2
+            assert bytes(buffer) == b"efcd"
+            assert accepted.receive_nowait(buffer) is None
+            await dialled.send([b"gh"])
+            dialled.close()
+            assert await accepted.receive_into(buffer[:2]) == 2
+            assert accepted.receive_nowait(buffer) == 0

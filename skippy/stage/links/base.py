@@ -53,6 +53,10 @@ class Link(abc.ABC):
     async def receive_into(self, buffer: memoryview) -> int:
         """Receive at least one byte into ``buffer``; 0 at the end of the stream. Raises LinkClosed."""
 
+    def receive_nowait(self, buffer: memoryview) -> int | None:
+        """As :meth:`receive_into`, of what has arrived already; None when that is nothing, or not known."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close both directions at once, without waiting. Safe to call twice."""

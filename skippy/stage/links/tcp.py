@@ -83,6 +83,19 @@ class TcpLink(Link):
         except (OSError, trio.ClosedResourceError) as exc:
             raise LinkClosed(f"receiving from {self._peer} failed: {_reason(exc)}") from exc
 
+    def receive_nowait(self, buffer: memoryview) -> int | None:
+        if self._drained:
+            return None
+        try:
+            count = os.readv(self._socket.fileno(), [buffer])
+        except BlockingIOError:
+            self._drained = True
+            return None
+        except OSError as exc:
+            raise LinkClosed(f"receiving from {self._peer} failed: {_reason(exc)}") from exc
+        self._drained = count < buffer.nbytes
+        return count
+
     async def _receive_drained(self, buffer: memoryview) -> int | None:
         """Wait first, then receive: as trio does after an attempt that failed. None if it fails."""
         if self._socket.fileno() < 0:
