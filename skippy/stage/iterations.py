@@ -73,7 +73,7 @@ class Iterations:
 
     def add(self, work: Work) -> None:
         """A work has arrived."""
-        if work.decodes and not self.safe:
+        if self._is_step(work):
             self._waves.add(work, self._clock())
         else:
             self._prefill.append(work)
@@ -111,18 +111,18 @@ class Iterations:
                 woken.append(work)
         if batch:
             woken += self._run(batch)
-            self._prefill.extendleft(work for work, _ in reversed(batch) if work.rows_left and not work.over)
+            self._put_back([work for work, _ in batch if work.rows_left and not work.over])
         return woken
 
     def _put_back(self, works: list[Work]) -> None:
-        """What has more rows: the rest of a chunk is first in line, next steps join the others."""
-        now = self._clock()
-        for work in reversed(works):
-            if self.safe or not work.decodes:
-                self._prefill.appendleft(work)
+        """The rest of a chunk is first in line; the next step of a run joins those of others."""
+        self._prefill.extendleft(work for work in reversed(works) if not self._is_step(work))
         for work in works:
-            if work.decodes and not self.safe:
-                self._waves.add(work, now)
+            if self._is_step(work):
+                self.add(work)
+
+    def _is_step(self, work: Work) -> bool:
+        return work.decodes and not self.safe
 
     def end(self) -> list[Work]:
         """Nothing runs any more: all that waits is cancelled. Returns as :meth:`step`."""
@@ -160,10 +160,12 @@ class Iterations:
         """Prefill rows for the same batch."""
         if self._mixed_rows is None or not self._prefill or not steps:
             return []
-        self._sliced = True
         used = sum(rows for _, rows in steps)
         taken = {work.segment.sequence for work, _ in steps}
-        return self._slice(max(0, min(self._mixed_rows, self._max_batch) - used), taken)
+        slices = self._slice(max(0, min(self._mixed_rows, self._max_batch) - used), taken)
+        if slices:  # where nothing fits beside them, prefill still has its turn alone
+            self._sliced = True
+        return slices
 
     def _slice_limit(self) -> int:
         """Rows of the next slice of prefill."""
@@ -212,12 +214,15 @@ class Iterations:
         total = sum(rows for _, rows in batch)
         self._running = segments, [work for work, _ in batch]
         started = microseconds()
-        if self._width == 0:
-            self._engine.decode(segments)
-        elif len(batch) == 1:
-            self._engine.decode(segments, batch[0][0].next_output(total))
-        else:
-            self._decode_scattered(segments, batch, total)
+        try:
+            if self._width == 0:
+                self._engine.decode(segments)
+            elif len(batch) == 1:
+                self._engine.decode(segments, batch[0][0].next_output(total))
+            else:
+                self._decode_scattered(segments, batch, total)
+        finally:
+            self._running = (), ()  # they may hold activation buffers
         elapsed_us = microseconds() - started
         woken: list[Work] = []
         first_logits = 0
