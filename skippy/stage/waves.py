@@ -249,13 +249,14 @@ class WaveQueue:
         rows, group.rows = group.rows[:limit], group.rows[limit:]
         group.waiting_since = now
         self._number = (self._number + 1) % DECODE_WAVE_NUMBERS
-        # What nobody wants any more is not run, so no stage is to wait for it.
-        wave = Wave(self._number, max(1, sum(not work.cancelled for work in rows)))
+        # What nobody wants any more is not run: no stage is to wait for it, and it does not come back.
+        away = {work.segment.sequence for work in rows if not work.cancelled}
+        wave = Wave(self._number, max(1, len(away)))
         for work in rows:
             work.wave = wave
-        group.last = sent = _Sent({work.segment.sequence for work in rows}, len(rows), now, now)
-        group.sent.append(sent)
-        self._sending = sent
+        if away:
+            group.last = self._sending = _Sent(away, len(away), now, now)
+            group.sent.append(group.last)
         return rows
 
     def take_all(self) -> list[Work]:

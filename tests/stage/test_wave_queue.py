@@ -235,6 +235,21 @@ def test_no_stage_is_told_to_wait_for_a_row_that_nobody_wants() -> None:
     assert rows[0].wave == Wave(1, 2)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_row_that_was_given_up_while_it_waited_is_not_expected_back(alone: bool) -> None:
+    queue = local() if alone else local(0)
+    gone = step_of(1, forms_waves=True)
+    queue.add(gone, 0.0)
+    gone.cancelled = True
+    queue.leave(1)  # before its row is taken: nobody will say so again
+    assert gone in queue.take_ready(0.0, MANY)
+    queue.observe_step(1, 0.1)
+    for now in range(1, 4):
+        queue.add(step_of(0, forms_waves=True), now)
+        assert sequences(queue.take_ready(now, MANY)) == [0]
+        queue.observe_step(1, 0.1)
+
+
 class Observed(DecodeGroups):
     """Keeps what it is told."""
 
