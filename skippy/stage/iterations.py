@@ -73,7 +73,7 @@ class Iterations:
 
     def add(self, work: Work) -> None:
         """A work has arrived."""
-        if self._is_step(work):
+        if work.decodes and not self.safe:
             self._waves.add(work, self._clock())
         else:
             self._prefill.append(work)
@@ -115,14 +115,11 @@ class Iterations:
         return woken
 
     def _put_back(self, works: list[Work]) -> None:
-        """The rest of a chunk is first in line; the next step of a run joins those of others."""
-        self._prefill.extendleft(work for work in reversed(works) if not self._is_step(work))
+        """The rest of a chunk is first in line; the next step of a run waits behind the works of others."""
+        self._prefill.extendleft(work for work in reversed(works) if not work.decodes)
         for work in works:
-            if self._is_step(work):
+            if work.decodes:
                 self.add(work)
-
-    def _is_step(self, work: Work) -> bool:
-        return work.decodes and not self.safe
 
     def end(self) -> list[Work]:
         """Nothing runs any more: all that waits is cancelled. Returns as :meth:`step`."""

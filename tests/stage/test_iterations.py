@@ -492,11 +492,12 @@ def test_safe_mode_runs_one_work_at_a_time_whole_in_order_of_arrival() -> None:
     assert b.ended == works
 
 
-def test_safe_mode_finishes_a_run_before_the_next_work() -> None:
+def test_safe_mode_lets_others_go_on_between_the_steps_of_a_run() -> None:
     b = bench(safe=True)
     run_of(b, 0, local_run(3)[0])
     b.steps(1)
-    assert b.run_all() == [[(0, 1)], [(0, 1)], [(0, 1)], [(1, 1)]]
+    b.work(2, 40)
+    assert b.run_all() == [[(0, 1)], [(1, 1)], [(2, 40)], [(0, 1)], [(0, 1)]]
 
 
 @pytest.mark.parametrize(("text", "safe"), [("1", True), ("off", False)])
