@@ -114,10 +114,11 @@ class Downstream:
 
     def with_wave(self, frame: Message, wave: Wave | None) -> Message:
         """A data message with the word of its wave; those of other kinds have none and stay as they are."""
-        word = self.wave_word(wave)
-        if frame.kind not in ONE_TOKEN or word == frame.state.seq_id:
-            return frame
-        return attrs.evolve(frame, state=attrs.evolve(frame.state, seq_id=word))
+        return _with_word(frame, self.wave_word(wave)) if frame.kind in ONE_TOKEN else frame
+
+    def with_sequence(self, settings: Message, sequence: int) -> Message:
+        """A ConfigureGeneration that says which native sequence this stage computes the request in."""
+        return _with_word(settings, sequence + 1 if self.waves else 0)
 
     def close(self) -> None:
         """End the connection. Safe to call twice."""
@@ -160,3 +161,10 @@ class Downstream:
         if isinstance(decoder, AnnexedReplyDecoder) and decoder.failure is not None:
             raise failure_of(decoder.failure)
         raise LinkClosed(f"{self._link.peer} closed the connection")
+
+
+def _with_word(message: Message, word: int) -> Message:
+    """With this ``seq_id``."""
+    if word == message.state.seq_id:
+        return message
+    return attrs.evolve(message, state=attrs.evolve(message.state, seq_id=word))

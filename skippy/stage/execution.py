@@ -32,7 +32,7 @@ from .downstream import Downstream
 from .errors import RequestFailed, StageError
 from .express import Express, Frame, decode_span, prediction_frame, reported
 from .framing import allocate
-from .intake import ONE_TOKEN, RESTORES, check_data, check_restore, wave_of
+from .intake import ONE_TOKEN, RESTORES, check_data, check_restore, sequence_of, wave_of
 from .interfaces import LaneTasks, ReplySink
 from .local_run import LocalRun
 from .predictions import Predictions
@@ -386,7 +386,7 @@ class Execution:
 
     async def _configure(self, message: Message) -> None:
         context = self._context
-        session = await self._ensure_session()
+        session = await self._ensure_session(sequence_of(message) if self.waves else None)
         settings = parse_metadata(message.chat_sampling_metadata)
         if context.info.is_last:
             await session.configure(message.sampling, settings)
@@ -399,7 +399,7 @@ class Execution:
             return
         if context.stage_index == 0:
             self.predictions.await_stream(message.request_id, message.session_id)
-        await self._request(self.downstream, message)
+        await self._request(self.downstream, self.downstream.with_sequence(message, session.sequence))
 
     async def _stop(self, message: Message) -> None:
         stale = 0 if self._session is None else self._session.stale_frames
@@ -483,9 +483,9 @@ class Execution:
 
     # -- sessions --------------------------------------------------------------------------------------
 
-    async def _ensure_session(self) -> StageSession:
+    async def _ensure_session(self, wanted: int | None = None) -> StageSession:
         if self._session is None:
-            self._session = await StageSession.open(self._context.scheduler, self._windows)
+            self._session = await StageSession.open(self._context.scheduler, self._windows, wanted)
         return self._session
 
     def pause(self) -> None:

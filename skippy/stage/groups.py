@@ -18,6 +18,9 @@ SETTLE_CYCLES: Final = 8
 """Waves of each group between two changes of the number of groups."""
 REVIEW_CYCLES: Final = 2
 """Waves of each group after which a number of groups that has settled is reconsidered."""
+TRIAL_CYCLES: Final = 4 * SETTLE_CYCLES
+"""Waves of each group after which a neighbouring number of groups is tried, if it has not been for long: what
+is said of it may come from a time when the chain had something else to do."""
 MEASURED_RINGS: Final = 4
 """Rings of the present batch size before its figures are used."""
 INDIFFERENT: Final = 0.01
@@ -137,9 +140,19 @@ class DecodeGroups:
         rates = [self._model.rate(Division(now.sessions, groups)) for groups in range(1, most + 1)]
         enough = max(rates) * (1 - INDIFFERENT)
         groups, rate = next((i, rate) for i, rate in enumerate(rates, 1) if rate >= enough)
-        if rate > rates[now.groups - 1] * (1 + MIN_GAIN):
+        better = rate > rates[now.groups - 1] * (1 + MIN_GAIN)
+        if not better and self._rings >= TRIAL_CYCLES * now.groups and (trial := self._untried(now)):
+            groups, better = trial, True
+        if better:
             self._wanted = groups
             self._rings = 0
             self._due = SETTLE_CYCLES * groups
             self._sent.clear()
             self._measured.clear()
+
+    def _untried(self, now: Division) -> int:
+        """One group more or less, if it is not known how fast that is; else 0."""
+        for groups in (now.groups + 1, now.groups - 1):
+            if 1 <= groups <= now.sessions and not self._model.knows(Division(now.sessions, groups)):
+                return groups
+        return 0

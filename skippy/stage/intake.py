@@ -104,3 +104,12 @@ def check_restore(message: Message, stage_index: int) -> None:
             f"{message.kind.name}: token_count is {count} and the token sideband has {tokens} entries; it "
             "decodes 1 token, the last of at least 2"
         )
+
+
+def sequence_of(settings: Message) -> int | None:
+    """The native sequence of the stage before, from the ConfigureGeneration of a peer that agreed to waves.
+
+    A wish: who computes the rows of a wave in the same order of sequences on every stage, computes them side
+    by side on every stage.
+    """
+    return settings.state.seq_id - 1 if settings.state.seq_id > 0 else None

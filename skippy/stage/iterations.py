@@ -254,7 +254,9 @@ class Iterations:
         if steps == len(batch):
             self._step_secs += (elapsed - self._step_secs) * (_SMOOTHING if self._step_secs else 1.0)
             self._waves.observe_step(sum(rows for _, rows in batch), elapsed)
-        elif not steps and self._live and self._step_secs:
+            return
+        self._waves.disturbed()
+        if not steps and self._live and self._step_secs:
             rows = sum(rows for _, rows in batch)
             if rows >= self._slice_rows and elapsed <= self._step_secs / 2:
                 self._slice_rows = min(2 * self._slice_rows, MOST_PREFILL_ROWS)

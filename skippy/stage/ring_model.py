@@ -238,6 +238,11 @@ class RingModel:
         delay = self.delay
         return division.sum(lambda rows: max(self.ring(rows) - delay, self.step(rows)))
 
+    def knows(self, division: Division) -> bool:
+        """Whether the chain has run with such groups not long ago."""
+        known = self._cycles.get(division)
+        return known is not None and not known.forgotten(self._count)
+
     def rate(self, division: Division) -> float:
         """Tokens per second with such groups. After the first ring.
 

@@ -50,13 +50,20 @@ class Scheduler:
     def free_sequences(self) -> int:
         return len(self._free)
 
-    async def acquire_sequence(self) -> int:
-        """A free native sequence id; waits up to SEQUENCE_WAIT_SECS for one, else RequestFailed."""
+    async def acquire_sequence(self, wanted: int | None = None) -> int:
+        """A free native sequence id, ``wanted`` if that is free; else the lowest.
+
+        Waits up to SEQUENCE_WAIT_SECS for one, else RequestFailed.
+        """
         await trio.lowlevel.checkpoint()
         with trio.move_on_after(SEQUENCE_WAIT_SECS):
             while not self._free:
                 await self._waiting.park()
-            return heapq.heappop(self._free)
+            if wanted not in self._free:
+                return heapq.heappop(self._free)
+            self._free.remove(wanted)
+            heapq.heapify(self._free)
+            return wanted
         raise RequestFailed(
             f"no free sequence within {SEQUENCE_WAIT_SECS:.0f} s: all {self.info.max_sequences} are in use; "
             "raise lane_count on this stage, or send fewer requests at once"

@@ -105,10 +105,17 @@ class StageSession:
         self._closed = False
 
     @classmethod
-    async def open(cls, scheduler: Scheduler, windows: VerifyPipeline) -> StageSession:
-        """A new, empty session; waits for a free sequence. ``windows``: as :class:`Session`."""
-        sequence = await scheduler.acquire_sequence()
+    async def open(
+        cls, scheduler: Scheduler, windows: VerifyPipeline, wanted: int | None = None
+    ) -> StageSession:
+        """A new, empty session; waits for a free sequence, best ``wanted``. Windows: as :class:`Session`."""
+        sequence = await scheduler.acquire_sequence(wanted)
         return cls(scheduler, sequence, windows)
+
+    @property
+    def sequence(self) -> int:
+        """The native sequence id."""
+        return self._sequence
 
     @property
     def length(self) -> int:

@@ -105,7 +105,7 @@ class WaveQueue:
     def add(self, work: Work, now: float) -> None:
         if work.forms_waves and self._groups is not None:
             self._add_local(self._groups, work, now)
-        elif (wave := work.wave) is not None and wave.rows > 1 and self._patient:
+        elif (wave := work.wave) is not None and self._patient:
             arriving = self._arriving.get(wave)
             if arriving is None:
                 arriving = self._arriving[wave] = _Arriving(first_at=now)
@@ -161,6 +161,12 @@ class WaveQueue:
             group.sent = [sent for sent in group.sent if sent.away]
         if sequence in self._groups:
             self._groups.leave(sequence)
+
+    def disturbed(self) -> None:
+        """The engine has computed prefill: waves that are under way may meet it on later stages, too."""
+        for group in self._local.values():
+            for sent in group.sent:
+                sent.measured = False
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """The batch of decode rows that was taken last took this long, and had nothing else in it."""
@@ -220,29 +226,21 @@ class WaveQueue:
         self._sending = None
         for wave, arriving in self._arriving.items():
             if self._due(wave, arriving) <= now:
-                del self._arriving[wave]
-                if len(arriving.rows) < wave.rows:
+                rows, arriving.rows = _cut(arriving.rows, max_rows)
+                if not arriving.rows:
+                    del self._arriving[wave]
+                if arriving.rows or len(rows) < wave.rows:
                     self._incomplete.setdefault(wave, arriving.first_at)
                     if len(self._incomplete) > _REMEMBERED:
                         self._incomplete.popitem(last=False)
-                return self._cut(arriving.rows, max_rows)
+                return rows
         if self._loose:
-            rows, self._loose = self._loose, []
-            return self._cut(rows, max_rows)
+            rows, self._loose = _cut(self._loose, max_rows)
+            return rows
         due = [group for group in self._local.values() if group.rows and self._group_due(group) <= now]
         if not due:
             return []
         return self._send(min(due, key=lambda group: group.waiting_since), now, max_rows)
-
-    def _cut(self, rows: list[Work], max_rows: int) -> list[Work]:
-        """The first rows that fit; the rest is ready at once."""
-        total = 0
-        for index, work in enumerate(rows):
-            total += work.rows_left
-            if total > max_rows and index:
-                self._loose[:0] = rows[index:]
-                return rows[:index]
-        return rows
 
     def _send(self, group: _Group, now: float, max_rows: int) -> list[Work]:
         limit = min(max_rows, MAX_DECODE_WAVE_ROWS)
@@ -270,3 +268,13 @@ class WaveQueue:
         self._loose = []
         self._arriving.clear()
         return works
+
+
+def _cut(rows: list[Work], max_rows: int) -> tuple[list[Work], list[Work]]:
+    """The first works whose rows fit, at least one of them, and the rest."""
+    total = 0
+    for index, work in enumerate(rows):
+        total += work.rows_left
+        if total > max_rows and index:
+            return rows[:index], rows[index:]
+    return rows, []

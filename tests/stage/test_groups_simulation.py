@@ -125,8 +125,8 @@ def test_noise_does_not_make_it_flap(name: str) -> None:
     chain.run(10)
     before = chain.changes
     chain.run(10)
-    assert chain.changes <= before + 2  # a trial, and back
-    assert before <= 8
+    assert chain.changes <= before + 8  # trials of both neighbours, and back, perhaps once more
+    assert before <= 12
 
 
 @pytest.mark.parametrize("name", ["even", "measured, 2 cores", "even, 5 ms"])

@@ -88,9 +88,19 @@ def test_a_wave_that_is_whole_runs_at_once_and_alone() -> None:
 def test_what_belongs_to_no_wave_waits_for_nothing() -> None:
     queue = WaveQueue()
     queue.add(step_of(0), 0.0)
-    queue.add(step_of(1, Wave(3, 1)), 0.0)
+    queue.add(step_of(1), 0.0)
     assert queue.wait_secs(0.0) == 0
     assert sequences(queue.take_ready(0.0, MANY)) == [0, 1]
+
+
+def test_a_wave_of_one_row_waits_for_nothing_and_stays_alone() -> None:
+    queue = WaveQueue()
+    queue.add(step_of(0), 0.0)
+    queue.add(step_of(1, Wave(3, 1)), 0.0)
+    queue.add(step_of(2, Wave(4, 1)), 0.0)
+    assert queue.wait_secs(0.0) == 0
+    assert queue.ready_count(0.0) == 3
+    assert [sequences(queue.take_ready(0.0, MANY)) for _ in range(3)] == [[1], [2], [0]]
 
 
 def test_a_row_that_never_comes_costs_one_window() -> None:

@@ -29,9 +29,11 @@ from skippy.stage.admission import StageAdmission
 from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_message
 from skippy.stage.links import Link, MemoryTransport, TcpTransport, Transport
+from tests.stage.test_chain import PROMPT
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import admit_peer, engine_admission, lane_request
-from tests.support.cluster import toy_config
+from tests.support.cluster import toy_cluster, toy_config
+from tests.support.driver import driver_of
 
 RANGES = [(0, 2), (2, 4), (4, 6)]
 WORD = pack_wave(Wave(77, 3))
@@ -175,3 +177,29 @@ def test_who_agrees() -> None:
     answer = admit(driver, first.loaded)
     assert answer.refusal is None
     assert answer.extensions == (ANNEX_EXTENSION,)
+
+
+async def test_stages_number_sequences_alike() -> None:
+    """Whichever order requests reach them in: the rows of a wave then lie side by side everywhere."""
+    with trio.fail_after(20):
+        async with toy_cluster(3, lane_count=4, inline=True) as cluster:
+            first, middle, last = (stage.context.scheduler for stage in cluster.stages)
+            assert await middle.acquire_sequence() == 0
+            async with driver_of(cluster) as driver:
+                await driver.start(PROMPT)
+                assert first.free_sequences == 3
+                middle.release_sequence(0)
+                # The first stage computes it in 0, which was taken on the middle one.
+                assert await middle.acquire_sequence(1) == 0
+                assert await last.acquire_sequence() == 0
+
+
+async def test_a_sequence_that_is_wanted_is_given_if_it_is_free() -> None:
+    with trio.fail_after(20):
+        async with toy_cluster(1, lane_count=4, inline=True) as cluster:
+            scheduler = cluster.first.context.scheduler
+            assert await scheduler.acquire_sequence(2) == 2
+            assert await scheduler.acquire_sequence(2) == 0
+            assert await scheduler.acquire_sequence(9) == 1
+            scheduler.release_sequence(2)
+            assert await scheduler.acquire_sequence(None) == 2
