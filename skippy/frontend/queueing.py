@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -82,23 +83,33 @@ class WaitingLine(Generic[W]):
 
 
 class Estimate:
-    """What to expect next: the larger of a moving average and the 95th percentile of the last samples."""
+    """What to expect next: the larger of a moving average and the 95th percentile of the last samples.
+
+    Samples count by their weight. A rate per token must have the tokens as its weight: the first token of a
+    short prompt took its turn with others, which would seem to be the price of each token of a long one.
+    """
 
     def __init__(self) -> None:
-        self._average: float | None = None
-        self._samples: deque[float] = deque(maxlen=ESTIMATE_SAMPLES)
+        self._sum = self._weight = 0.0
+        """Moving averages, whose ratio is the average of the samples."""
+        self._samples: deque[tuple[float, float]] = deque(maxlen=ESTIMATE_SAMPLES)
 
-    def observe(self, sample: float) -> None:
-        if self._average is None:
-            self._average = sample
-        else:
-            self._average += ESTIMATE_ALPHA * (sample - self._average)
-        self._samples.append(sample)
+    def observe(self, sample: float, weight: float = 1.0) -> None:
+        alpha = ESTIMATE_ALPHA if self._samples else 1.0
+        self._sum += alpha * (sample * weight - self._sum)
+        self._weight += alpha * (weight - self._weight)
+        self._samples.append((sample, weight))
 
     @property
     def value(self) -> float | None:
         """None before the first sample."""
-        return None if self._average is None else max(self._average, percentile_95(self._samples))
+        return max(self._sum / self._weight, self._percentile_95()) if self._samples else None
+
+    def _percentile_95(self) -> float:
+        ordered = sorted(self._samples)
+        up_to = itertools.accumulate(weight for _, weight in ordered)
+        most = 0.95 * sum(weight for _, weight in ordered)
+        return next(sample for (sample, _), so_far in zip(ordered, up_to, strict=True) if so_far >= most)
 
 
 class ServiceRates:
@@ -111,9 +122,9 @@ class ServiceRates:
 
     def observe(self, demand: Demand, prefill_ms: float, generated: int, decode_ms: float) -> None:
         """A generation has finished: ``prefill_ms`` to its first token, ``decode_ms`` for the others."""
-        self._prefill_ms.observe(prefill_ms / demand.prompt_tokens)
+        self._prefill_ms.observe(prefill_ms / demand.prompt_tokens, demand.prompt_tokens)
         if generated > 1:
-            self._decode_ms.observe(decode_ms / (generated - 1))
+            self._decode_ms.observe(decode_ms / (generated - 1), generated - 1)
         self._answer.observe(generated)
 
     def answer_tokens(self, max_tokens: int) -> float:

@@ -117,6 +117,20 @@ def test_costs_are_unknown_until_something_like_it_has_finished() -> None:
     assert rates.secs(50, 5) == pytest.approx(0.1 + 0.05)
 
 
+def test_what_a_short_prompt_waited_for_is_not_the_price_of_each_token_of_a_long_one() -> None:
+    rates = ServiceRates()
+    for _ in range(ESTIMATE_SAMPLES // 2):
+        rates.observe(Demand(1000, 50), prefill_ms=4000, generated=101, decode_ms=2000)
+        rates.observe(Demand(1, 50), prefill_ms=3000, generated=2, decode_ms=300)
+    long, decode = rates.secs(1000, 0), rates.secs(0, 100)
+    assert long is not None
+    assert decode is not None
+    assert (
+        4.0 <= long <= 8.0
+    )  # not 3000: of each pair, 7 s went by for 1001 tokens, and the short one was last
+    assert 2.0 <= decode <= 3.0
+
+
 def test_answers_are_expected_to_be_as_long_as_others_were() -> None:
     rates = ServiceRates()
     assert rates.answer_tokens(4000) == 4000
