@@ -125,9 +125,8 @@ def test_what_a_short_prompt_waited_for_is_not_the_price_of_each_token_of_a_long
     long, decode = rates.secs(1000, 0), rates.secs(0, 100)
     assert long is not None
     assert decode is not None
-    assert (
-        4.0 <= long <= 8.0
-    )  # not 3000: of each pair, 7 s went by for 1001 tokens, and the short one was last
+    # Not 3000: for the 1001 tokens of a pair 7 s went by, and the short one was last.
+    assert 4.0 <= long <= 8.0
     assert 2.0 <= decode <= 3.0
 
 
