@@ -17,9 +17,13 @@ from urllib.parse import urlsplit
 
 import attrs
 import httpx
-import psutil
 
 from .common import BenchError
+
+try:
+    import psutil
+except ImportError:
+    raise SystemExit("error: this benchmark needs psutil; pip install -e '.[bench]' brings it") from None
 
 START_SECS = 180
 STOP_SECS = 10

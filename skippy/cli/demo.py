@@ -22,7 +22,7 @@ from skippy.topology import (
 )
 
 from .errors import SettingError
-from .flags import WARM_PRECONNECT
+from .flags import SAFE_MODE, WARM_PRECONNECT
 from .launch import Chain, Child
 from .progress import SliceProgress
 from .sockets import endpoint_of, listen_on
@@ -138,6 +138,7 @@ def _describe(
         options=StageOptions(
             link_token=secrets.token_urlsafe(32),
             warm_preconnect=switched_on(WARM_PRECONNECT),
+            safe_mode=switched_on(SAFE_MODE),
             downstream_connect_timeout_secs=START_TIMEOUT_SECONDS,
             telemetry_level=options.telemetry_level,  # type: ignore[arg-type]  # click.Choice has checked it
         ),

@@ -26,6 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_TOKEN_FILE_BYTES = 4096
 WARM_PRECONNECT = "SKIPPY_BINARY_WARM_PRECONNECT"
+SAFE_MODE = "SKIPPY_ITERATION_SCHEDULER_SAFE_MODE"
 
 
 def combine(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -299,6 +300,7 @@ def stage_options(
         async_prefill_forward=async_on or not async_off,
         downstream_connect_timeout_secs=downstream_connect_timeout_secs,
         warm_preconnect=switched_on(WARM_PRECONNECT),
+        safe_mode=switched_on(SAFE_MODE),
         link_token=read_link_token(link_token_file),
         telemetry_level=telemetry_level,
         telemetry_queue_capacity=telemetry_queue_capacity,

@@ -51,6 +51,12 @@ class StageOptions:
     downstream_connect_timeout_secs: int = key(
         "How long to try to reach the stage after this one.", default=60
     )
+    safe_mode: bool = key(
+        "Compute one sequence at a time, in order of arrival, and cut prompts into chunks of one size where "
+        "the policy is adaptive: results do not depend on load. The commands take it from "
+        "SKIPPY_ITERATION_SCHEDULER_SAFE_MODE.",
+        default=False,
+    )
     warm_preconnect: bool = key(
         "Keep one connection to the stage after this one ready, for the next lane that needs one; commands "
         "take it from SKIPPY_BINARY_WARM_PRECONNECT.",

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import trio
 
-from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology, check_links, switched_on
+from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology, check_links
 from skippy.config.links import TLS_SCHEMES
 from skippy.engine import EngineInfo, StageEngine, Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
@@ -23,9 +23,6 @@ from .nurseries import open_hidden_nursery
 from .returns import ReturnHub
 from .runtime import InlineRuntime, Runtime, open_runtime_thread
 from .scheduler import Scheduler, open_scheduler
-
-SAFE_MODE_VARIABLE = "SKIPPY_ITERATION_SCHEDULER_SAFE_MODE"
-"""In the environment, switches the scheduler to one sequence at a time: results do not depend on load."""
 
 
 class Stage:
@@ -76,7 +73,6 @@ async def open_stage(
         inline: run the engine on the event loop (exact engines under a virtual clock).
 
     Raises:
-        ConfigError: SAFE_MODE_VARIABLE is neither on nor off.
         OSError: the address cannot be bound.
         StageStartError: the engine and the configuration do not fit, or a neighbour is not known.
 
@@ -92,7 +88,7 @@ async def open_stage(
             InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
         )
         telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
-        safe = switched_on(SAFE_MODE_VARIABLE)
+        safe = options.safe_mode
         scheduler = await stack.enter_async_context(
             open_scheduler(
                 make_engine,

@@ -243,15 +243,23 @@ def test_connecting_ahead_of_need(monkeypatch: pytest.MonkeyPatch, text: str | N
     assert stage_options().warm_preconnect is expected
 
 
+@pytest.mark.parametrize(("text", "expected"), [("", False), ("off", False), ("1", True)])
+def test_safe_mode(monkeypatch: pytest.MonkeyPatch, text: str, expected: bool) -> None:
+    monkeypatch.setenv("SKIPPY_ITERATION_SCHEDULER_SAFE_MODE", text)
+    assert stage_options().safe_mode is expected
+
+
+@pytest.mark.parametrize(
+    "variable", ["SKIPPY_BINARY_WARM_PRECONNECT", "SKIPPY_ITERATION_SCHEDULER_SAFE_MODE"]
+)
 def test_an_environment_that_says_nothing_clear(
-    capsys: Capture, stage_file: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, stage_file: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setenv("SKIPPY_BINARY_WARM_PRECONNECT", "maybe")
+    monkeypatch.setenv(variable, "maybe")
     outcome = run_cli(capsys, "serve-binary", "--config", stage_file)
     assert outcome.code == 2
     assert outcome.err == (
-        "error: SKIPPY_BINARY_WARM_PRECONNECT: is 'maybe', must be one of 1, true, yes, on, "
-        "or 0, false, no, off\n"
+        f"error: {variable}: is 'maybe', must be one of 1, true, yes, on, or 0, false, no, off\n"
     )
 
 
