@@ -160,7 +160,7 @@ class DecodeLoop:
         except StageError as exc:
             self._error = exc
             self._wake()
-        if self._held is not None and not self._tokens:  # its reader was faster than the end of the run
+        if self._held is not None and not self._tokens and not self._stopped:  # the reader was faster
             held, self._held = self._held, None
             self._step(held)
 
@@ -168,13 +168,15 @@ class DecodeLoop:
         """A step has given a token; ``goes_on``: the next one has begun."""
         if goes_on:
             self._pooled.lane.went_on()
+        if self.finish_reason is not None or self._error is not None:
+            return  # the engine was one step ahead
         try:
             self._take(token, annex)
         except StageError as exc:
             self._error = exc
             self.stop()
         if not goes_on and self._error is None:
-            if self.finish_reason is not None or self._stopped:
+            if self._stopped:
                 self._pooled.lane.pause()
             elif len(self._tokens) < MAX_AHEAD and self._run is None:
                 self._step(token)
@@ -202,14 +204,18 @@ class DecodeLoop:
                 decode_step=self._predicted,
             )
         if self._ends(token):
-            self.finish_reason = "stop"
+            self._finish("stop")
             return
         self._tokens.append((token, logprobs))
         self._predicted += 1
         if annex is not None and annex.finish_hint is FinishHint.MUST_END:
-            self.finish_reason = "stop"
+            self._finish("stop")
         elif self._predicted >= request.max_tokens:
-            self.finish_reason = "length"
+            self._finish("length")
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.stop()
 
     def _ends(self, token: int) -> bool:
         return not self._ignores_eos and self._vocabulary.is_end_of_generation(token)

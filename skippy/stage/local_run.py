@@ -13,7 +13,7 @@ from typing import Final
 import attrs
 
 from skippy.engine import Segment
-from skippy.protocol import ReplyAnnex
+from skippy.protocol import FinishHint, ReplyAnnex
 
 from .work import Work
 
@@ -52,6 +52,7 @@ class LocalRun:
             and self._made < self.steps
             and self._made - self.taken < MAX_AHEAD
             and not self.is_end(token)
+            and (annex is None or annex.finish_hint is not FinishHint.MUST_END)
         )
         if goes_on:
             last = work.segment

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
-from skippy.protocol import ReplyAnnex
+from skippy.protocol import FinishHint, ReplyAnnex
 from skippy.stage.iterations import LEAST_PREFILL_ROWS as SLICE
 from skippy.stage.local_run import MAX_AHEAD, LocalRun
 from skippy.stage.work import Work, WorkCancelled
 from tests.support.iterations import Bench, bench, ended_well
 
+NO_ANNEXES = itertools.repeat(None)
 
-def run_of(b: Bench, sequence: int, run: LocalRun) -> Work:
+
+def run_of(b: Bench, sequence: int, run: LocalRun, annexes: Iterator[ReplyAnnex | None] = NO_ANNEXES) -> Work:
     work = Work(
         Segment(sequence, 0, 1, tokens=[65], logits=1),
         None,
-        lambda engine, row: run.made(int(engine.logits(row).argmax()), None, work),
+        lambda engine, row: run.made(int(engine.logits(row).argmax()), next(annexes), work),
         decodes=True,
     )
     work.report = run.report
@@ -58,6 +65,18 @@ def test_a_run_does_not_run_away_from_its_reader() -> None:
     assert ended_well(work)
     run.report()
     assert [goes_on for _, goes_on in told] == [True] * (MAX_AHEAD - 1) + [False]
+
+
+@pytest.mark.parametrize(("hint", "steps"), [(FinishHint.MUST_END, 2), (FinishHint.MAY_END, 5)])
+def test_a_run_ends_where_nothing_may_follow(hint: FinishHint, steps: int) -> None:
+    b = bench()
+    run, told = local_run(5)
+    annexes = iter([None, ReplyAnnex(finish_hint=hint), None, None, None])
+    work = run_of(b, 0, run, annexes)
+    assert b.run_all() == [[(0, 1)]] * steps
+    assert ended_well(work)
+    run.report()
+    assert [goes_on for _, goes_on in told] == [True] * (steps - 1) + [False]
 
 
 def test_a_run_that_nobody_wants_ends() -> None:
