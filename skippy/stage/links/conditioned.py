@@ -153,7 +153,10 @@ class ConditionedTransport(Transport):
         return await self._inner.listen(endpoint)
 
     async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
-        inner = await self._inner.connect(endpoint, source_host=source_host)
+        return self.condition(await self._inner.connect(endpoint, source_host=source_host))
+
+    def condition(self, inner: Link) -> Link:
+        """A link over ``inner``, whose frames take their time."""
         link = ConditionedLink(inner, self._conditions, next(self._streams))
         self._nursery.start_soon(link.run)
         return link
