@@ -36,10 +36,6 @@ Sink = Callable[[Predicted, Work], bool]
 """What follows a work's rows in the engine's thread. True when the event loop must hear of it soon."""
 
 
-MAX_STEP_ROWS = 64
-"""Rows of a decode step, a verify window's among them; what has more waits its turn with prefill."""
-
-
 @attrs.define(slots=True)
 class _Native:
     """What only engine calls touch, in their order: the token history and the sampler over it."""
@@ -229,7 +225,7 @@ class StageSession:
             after,
             before=before,
             settle=settle,
-            decodes=message.kind in POSITIONED_KINDS and action.count <= MAX_STEP_ROWS,
+            decodes=message.kind in POSITIONED_KINDS,
         )
         return work
 

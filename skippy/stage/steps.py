@@ -101,11 +101,8 @@ class Steps:
             or session is None
             or session.is_stale(message)
             or session.wants_settings(message)
+            or session.scores
         ):
-            return False
-        if downstream is None and self._answers.stay_here:
-            return not self._replies.full and self._start_local(session, message)
-        if session.scores:
             return False
         is_ours = downstream is not None and context.stage_index == 0  # so the prediction comes back here
         if is_ours and self._replies.full:
@@ -145,33 +142,6 @@ class Steps:
             return buffers
 
         return output, frame
-
-    def _start_local(self, session: StageSession, message: Message) -> bool:
-        """As :meth:`start_decode`, where this stage is all of the chain: the reply goes to the sink."""
-        self._machine.receive(message)
-        check_data(message, self._context.stage_index, self._context.info.max_batch)
-        place = PendingReply()
-        outcome: list[Predicted] = []
-
-        def sink(predicted: Predicted, _: Work) -> bool:
-            outcome.append(predicted)
-            return True
-
-        def settle(error: Exception | None) -> None:
-            if error is not None:
-                self._lane.fail_for(error)
-            elif self._machine.state is not UpstreamState.CLOSED:  # which has failed the place
-                self._owed.remove(place)
-                predicted = outcome[0]
-                assert isinstance(predicted, int)
-                place.set(Reply.predicted_token(predicted, self.stats.take()), session.take_annex())
-
-        work = session.prepare_now(message, None, self._reported(sink, message), settle)
-        self._owed.append(place)
-        self._replies.put_nowait(place)
-        self._started = work
-        session.start(work)
-        return True
 
     def start_run(self, message: Message, run: LocalRun) -> PendingReply | None:
         """Hand the engine a decode step, after which it goes on by itself, as ``run`` says.
