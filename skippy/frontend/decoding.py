@@ -135,15 +135,22 @@ class DecodeLoop:
             session_id=self._ids[1],
             tokens=(token,),
         )
-        run = LocalRun(self._request.max_tokens - step, self._ends, self._came)
-        if (end := self._pooled.lane.start_run(message, run)) is not None:
-            self._run = run
-            end.then(self._run_ended)
-        elif (place := self._pooled.handle_now(message)) is not None:
+        if self._pooled.lane.is_whole_chain and self._start_run(message):
+            return
+        if (place := self._pooled.handle_now(message)) is not None:
             place.then(self._arrived)
         else:
             self._unsent = message
             self._wake()
+
+    def _start_run(self, message: Message) -> bool:
+        run = LocalRun(self._request.max_tokens - self._predicted, self._ends, self._came)
+        end = self._pooled.lane.start_run(message, run)
+        if end is None:
+            return False
+        self._run = run
+        end.then(self._run_ended)
+        return True
 
     def _arrived(self, place: PendingReply) -> None:
         """A step has ended: keep its token, and begin the next one."""

@@ -24,8 +24,6 @@ decode step does."""
 MOST_PREFILL_ROWS: Final = 512
 """Prefill rows of several sessions in one iteration. A chunk that is longer runs whole, but alone."""
 
-_SMOOTHING: Final = 0.25
-
 Batch = list[tuple[Work, int]]
 """Works, and how many rows of each."""
 
@@ -67,7 +65,6 @@ class Iterations:
         self._owed = 0
         """Waves to run before prefill has its next turn."""
         self._slice_rows = LEAST_PREFILL_ROWS
-        self._step_secs = 0.0
         self._scratch = bytearray()
         self._running: tuple[Sequence[Segment], Sequence[Work]] = ((), ())
 
@@ -252,13 +249,12 @@ class Iterations:
         """Learn how long steps and slices take."""
         steps = sum(1 for work, _ in batch if work.decodes)
         if steps == len(batch):
-            self._step_secs += (elapsed - self._step_secs) * (_SMOOTHING if self._step_secs else 1.0)
             self._waves.observe_step(sum(rows for _, rows in batch), elapsed)
             return
         self._waves.disturbed()
-        if not steps and self._live and self._step_secs:
+        if not steps and self._live and self._waves.step_secs:
             rows = sum(rows for _, rows in batch)
-            if rows >= self._slice_rows and elapsed <= self._step_secs / 2:
+            if rows >= self._slice_rows and elapsed <= self._waves.step_secs / 2:
                 self._slice_rows = min(2 * self._slice_rows, MOST_PREFILL_ROWS)
-            elif elapsed > self._step_secs and self._slice_rows > LEAST_PREFILL_ROWS:
+            elif elapsed > self._waves.step_secs and self._slice_rows > LEAST_PREFILL_ROWS:
                 self._slice_rows = max(LEAST_PREFILL_ROWS, self._slice_rows // 2)

@@ -253,6 +253,11 @@ class Lane:
         """The request does not decode on for now: batches must not wait for its next step. Never waits."""
         self._execution.pause()
 
+    @property
+    def is_whole_chain(self) -> bool:
+        """Whether this stage is all of the chain, where steps may follow each other by themselves."""
+        return self._context.info.is_first and self._context.info.is_last
+
     def start_run(self, message: Message, run: LocalRun) -> PendingReply | None:
         """Begin decode steps that follow each other by themselves, if this stage is all of the chain.
 

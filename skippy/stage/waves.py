@@ -97,7 +97,8 @@ class WaveQueue:
         self._local: dict[int, _Group] = {}
         self._sending: _Sent | None = None
         self._number = 0
-        self._step_secs = 0.0
+        self.step_secs = 0.0
+        """What a batch of decode steps alone takes, on average; 0 before the first."""
         self._ring_secs = 0.0
 
     # -- rows come and go ------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class WaveQueue:
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """The batch of decode rows that was taken last took this long, and had nothing else in it."""
-        self._step_secs += (seconds - self._step_secs) * (0.25 if self._step_secs else 1.0)
+        self.step_secs += (seconds - self.step_secs) * (0.25 if self.step_secs else 1.0)
         if self._groups is not None and self._sending is not None:
             self._groups.observe_step(rows, seconds)
             self._sending.sent_at += seconds
@@ -210,7 +211,7 @@ class WaveQueue:
     def _due(self, wave: Wave, arriving: _Arriving) -> float:
         if len(arriving.rows) >= wave.rows or wave in self._incomplete:
             return 0.0
-        return arriving.first_at + self._window.seconds(self._step_secs)
+        return arriving.first_at + self._window.seconds(self.step_secs)
 
     def _group_due(self, group: _Group) -> float:
         if not group.sent or group.last is None:
