@@ -87,25 +87,8 @@ async def open_stage(
         runtime: Runtime = (
             InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
         )
-        telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
-        safe = options.safe_mode
         scheduler = await stack.enter_async_context(
-            open_scheduler(
-                make_engine,
-                runtime,
-                count_stages=functools.partial(_count_stages, config, topology),
-                mixed_rows=config.batch_max_tokens,
-                safe=safe,
-            )
-        )
-        if safe:
-            log.warning("safe mode: one sequence at a time, in order of arrival", stage_id=config.stage_id)
-        stack.callback(telemetry.emit, names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
-        telemetry.emit(
-            names.STAGE_SCHEDULER_START,
-            safe_mode=safe,
-            max_active_sequences=scheduler.info.max_sequences,
-            mixed_prefill_decode=config.batch_max_tokens is not None and scheduler.info.can_mix,
+            _open_scheduler(config, topology, make_engine, runtime, telemetry, safe=options.safe_mode)
         )
         context = _make_context(config, topology, options, scheduler, links, telemetry, identity)
         stage = Stage(context, listener.endpoint)
@@ -133,6 +116,39 @@ async def open_stage(
             yield stage
         finally:
             scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _open_scheduler(
+    config: StageConfig,
+    topology: StageTopology | None,
+    make_engine: Callable[[], StageEngine],
+    runtime: Runtime,
+    telemetry: Telemetry,
+    *,
+    safe: bool,
+) -> AsyncIterator[Scheduler]:
+    """The loaded engine and what feeds it, as configured, told of in the telemetry."""
+    telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
+    async with open_scheduler(
+        make_engine,
+        runtime,
+        count_stages=functools.partial(_count_stages, config, topology),
+        mixed_rows=config.batch_max_tokens,
+        safe=safe,
+    ) as scheduler:
+        if safe:
+            log.warning("safe mode: one sequence at a time, in order of arrival", stage_id=config.stage_id)
+        telemetry.emit(
+            names.STAGE_SCHEDULER_START,
+            safe_mode=safe,
+            max_active_sequences=scheduler.info.max_sequences,
+            mixed_prefill_decode=config.batch_max_tokens is not None and scheduler.info.can_mix,
+        )
+        try:
+            yield scheduler
+        finally:
+            telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
 
 
 def _count_stages(config: StageConfig, topology: StageTopology | None, info: EngineInfo) -> int:
