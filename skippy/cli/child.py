@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,24 +48,34 @@ def stage_child(listen_fd: int, status_fd: int, openai_fd: int | None) -> None:
 
 
 class _TellParent:
-    """Announces progress and readiness on an inherited pipe, a line each."""
+    """Announces on an inherited pipe, a line each.
+
+    Nothing here waits for the parent: a line that finds the pipe full is lost.
+    """
 
     def __init__(self, status_fd: int) -> None:
+        os.set_blocking(status_fd, False)
         self._status_fd = status_fd
         self._percent = -1
+
+    def _tell(self, line: bytes) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._status_fd, line + b"\n")
 
     def loading(self, done: int, total: int) -> None:
         percent = 100 * done // max(total, 1)
         if percent != self._percent:
             self._percent = percent
-            os.write(self._status_fd, b"load %d %d\n" % (done, total))
+            self._tell(b"load %d %d" % (done, total))
 
     def listening(self, stage: embed.Stage, url: str | None) -> None:
         """Not told: the parent made the sockets, so it knows the addresses."""
 
     def ready(self) -> None:
-        os.write(self._status_fd, b"ready\n")
-        os.close(self._status_fd)
+        self._tell(b"ready")
+
+    def statistics(self, counts: dict[str, Any]) -> None:
+        self._tell(b"statistics " + json.dumps(counts).encode())
 
 
 def _read_settings() -> dict[str, Any]:

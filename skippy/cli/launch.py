@@ -24,6 +24,7 @@ import trio
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, to_json_value
 
 from .errors import CliError
+from .statistics import STATISTICS_SIGNAL, answer_statistics_signal, log_statistics, process_statistics
 
 KILL_AFTER_SECONDS = 3.5
 FRONT_SECONDS = 2.0
@@ -44,6 +45,7 @@ class Child:
             must not stand in for one of ours.)
         tail: the last lines it wrote to stderr.
         loaded: bytes of its model part that are loaded, and all of them; zeros before it has begun.
+        handles_signals: it has come so far that SIGUSR1 does not kill it.
     """
 
     config: StageConfig
@@ -53,6 +55,7 @@ class Child:
     tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=LAST_LINES))
     process: trio.Process | None = None
     loaded: tuple[int, int] = (0, 0)
+    handles_signals: bool = False
 
     @property
     def name(self) -> str:
@@ -99,8 +102,17 @@ async def run_chain(
         CliError: a child ended; says which, how, and with which last words. The others were stopped.
     """
     async with trio.open_nursery() as nursery:
+        await nursery.start(answer_statistics_signal, partial(_tell_statistics, chain))
         for child in chain.children:
             await _start(nursery, chain, child, relay=relay, ready=ready, loading=loading)
+
+
+def _tell_statistics(chain: Chain) -> None:
+    """Log counts of this process, and ask the stages, whose answers come on their status pipes."""
+    log_statistics({"stage_id": None, "children": len(chain.children)} | process_statistics())
+    for child in chain.children:
+        if child.handles_signals and child.process is not None and STATISTICS_SIGNAL is not None:
+            child.process.send_signal(STATISTICS_SIGNAL)
 
 
 async def _start(
@@ -164,17 +176,20 @@ async def _send_setup(process: trio.Process, line: bytes) -> None:
 async def _read_status(
     status: trio.lowlevel.FdStream, child: Child, ready: Callable[[], None], loading: Callable[[], None]
 ) -> None:
-    """A child writes ``load DONE TOTAL`` while it loads and ``ready`` in the end, a line each."""
+    """A child writes ``load DONE TOTAL`` while it loads, ``ready``, and ``statistics JSON``, a line each."""
     rest = b""
     async with status:
         async for chunk in status:
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
-                word, *numbers = line.split()
+                child.handles_signals = True
+                word, _, rest_of_line = line.partition(b" ")
                 if word == b"load":
-                    done, total = map(int, numbers)
+                    done, total = map(int, rest_of_line.split())
                     child.loaded = (done, total)
                     loading()
+                elif word == b"statistics":
+                    log_statistics(json.loads(rest_of_line))
                 elif child.config.stage_index == 0:
                     ready()
 

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from skippy import __version__
 from skippy.config import OpenAIOptions
+from skippy.telemetry import configure_logging
 
 from . import flags
 from .demo import DemoOptions, prepare
@@ -103,6 +104,7 @@ def run_stage(
 def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
     """Run a whole chain on this machine."""
     level = telemetry_level or ("summary" if verbose else "off")
+    configure_logging()
     with ending_in_order():
         chain = prepare(DemoOptions(telemetry_level=level, **values))
     with SliceProgress(f"{len(chain.children)} stages") as progress:

@@ -14,6 +14,7 @@ from skippy.config import OpenAIOptions
 from . import flags
 from .errors import SettingError
 from .serving import serve_one
+from .statistics import log_statistics
 
 
 class Terminal:
@@ -31,6 +32,9 @@ class Terminal:
 
     def ready(self) -> None:
         click.echo("ready")
+
+    def statistics(self, counts: dict[str, Any]) -> None:
+        log_statistics(counts)
 
 
 def openai_from_flags(bind_addr: str, values: dict[str, Any]) -> OpenAIOptions:

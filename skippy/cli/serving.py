@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import trio
 
@@ -18,6 +18,7 @@ from skippy.telemetry import STDERR_VARIABLE, Level, Telemetry, configure_loggin
 
 from .errors import FAILURE
 from .progress import SliceProgress
+from .statistics import answer_statistics_signal, stage_statistics
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_SECONDS = 4.0
@@ -35,6 +36,9 @@ class Announce(Protocol):
 
     def ready(self) -> None:
         """The stage is ready: with an OpenAI endpoint, the whole chain is."""
+
+    def statistics(self, counts: dict[str, Any]) -> None:
+        """Somebody has asked for these with a signal."""
 
 
 def serve_one(
@@ -54,7 +58,10 @@ def serve_one(
     context = {"run_id": config.run_id, "stage_id": config.stage_id}
     telemetry = Telemetry.from_environment(level, capacity=options.telemetry_queue_capacity, context=context)
 
+    stage: embed.Stage | None = None
+
     async def serve() -> None:
+        nonlocal stage
         async with contextlib.AsyncExitStack() as stack:
             with SliceProgress(f"layers {config.layer_start}:{config.layer_end}") as progress:
 
@@ -87,6 +94,10 @@ def serve_one(
         # Telemetry outlives the stage, so that what happens while it stops is recorded too.
         async with trio.open_nursery() as nursery:
             await nursery.start(telemetry.serve)
+            await nursery.start(
+                answer_statistics_signal,
+                lambda: announce.statistics(stage_statistics(config.stage_id, stage)),
+            )
             await run_until_signal(serve, grace_seconds)
             nursery.cancel_scope.cancel()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -19,6 +20,9 @@ from .memory import FrameBudget
 from .preconnect import WarmSlot
 from .returns import ReturnHub
 from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .lane import Lane
 
 log = get_logger("skippy.stage")
 
@@ -53,6 +57,7 @@ class StageContext:
         max_activation_bytes: largest activation one frame may carry into this stage.
         warm: a connection to the next stage that waits to be used, where the options ask for one.
         connection_numbers: a number for each lane, for messages and telemetry.
+        lanes: the lanes that run now.
     """
 
     config: StageConfig
@@ -70,6 +75,7 @@ class StageContext:
     downstream_watch: DialWatch = attrs.field(factory=DialWatch)
     warm: WarmSlot = attrs.field(factory=WarmSlot)
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
+    lanes: set[Lane] = attrs.field(factory=set)
 
     @property
     def info(self) -> EngineInfo:

@@ -12,7 +12,15 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from skippy.engine import EngineError
-from skippy.protocol import ANNEX_EXTENSION, WAVES_EXTENSION, Lane as LaneMachine, Message, ProtocolError
+from skippy.protocol import (
+    ANNEX_EXTENSION,
+    WAVES_EXTENSION,
+    Lane as LaneMachine,
+    LaneState,
+    Message,
+    ProtocolError,
+    UpstreamState,
+)
 from skippy.telemetry import names
 
 from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext, log
@@ -60,6 +68,7 @@ class Lane:
         Raises DownstreamUnavailable before it has started. Afterwards failures are the lane's, not raised.
         On leaving, on every path, the session is dropped and all links of the lane are closed.
         """
+        self._context.lanes.add(self)
         try:
             self._downstream = self._execution.downstream = downstream = await self._dial_downstream()
             async with trio.open_nursery() as nursery:
@@ -80,6 +89,7 @@ class Lane:
         finally:
             self.fail(LaneLost("the lane is closed"))
             self._drop_session()
+            self._context.lanes.discard(self)
 
     def _drop_session(self) -> None:
         if self._execution.drop_session():
@@ -154,6 +164,11 @@ class Lane:
             if not isinstance(error, (EngineError, ValueError)):
                 log.error("a decode failed by a fault of this program", lane=self.number, exc_info=error)
             self.fail(RequestFailed(str(error)))
+
+    @property
+    def state(self) -> LaneState | UpstreamState:
+        """Stage 0: what the lane is to whoever leases it; elsewhere: how far its request has come."""
+        return self.machine.state if self._context.stage_index == 0 else self._execution.state
 
     @property
     def failure(self) -> StageError | None:

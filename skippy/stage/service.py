@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import trio
@@ -45,6 +46,10 @@ class Stage:
     @property
     def info(self) -> EngineInfo:
         return self.context.info
+
+    def lane_states(self) -> dict[str, int]:
+        """How many lanes there are in each state; states without a lane are left out."""
+        return dict(Counter(lane.state.value for lane in self.context.lanes))
 
 
 @contextlib.asynccontextmanager

@@ -68,6 +68,11 @@ class Steps:
         self._owed: deque[PendingReply] = deque()
         self.predictions = Predictions(context.hub, context.info.vocab_size, self._windows, lane.lose)
 
+    @property
+    def state(self) -> UpstreamState:
+        """How far the lane's request has come."""
+        return self._machine.state
+
     def end(self, failure: StageError) -> None:
         """The lane has ended: whatever is owed fails. Never waits."""
         live = self._machine.live
