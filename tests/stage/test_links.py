@@ -13,6 +13,8 @@ import trio
 import trio.testing
 
 from skippy.config import Endpoint, WireConditions
+from skippy.sim.faults import PERFECT, Conditions
+from skippy.sim.network import SimNetwork
 from skippy.stage.links import (
     ConditionedTransport,
     Link,
@@ -42,6 +44,7 @@ class Backend:
 
 
 BACKENDS = ["memory", "tcp", "tls", "mutual tls", "ws", "wss", "conditioned memory", "conditioned tcp"]
+BACKENDS += ["simulated", "simulated slices"]
 WIRE = WireConditions(delay_ms=1, mbps=1e6, jitter_ms=0.1, stall_ms=0.1, stall_probability=0.5)
 
 
@@ -70,6 +73,9 @@ def make_backend(name: str, nursery: trio.Nursery, files: Certificates) -> Backe
     if kind == "conditioned":
         plain = make_backend(inner, nursery, files).transport
         return Backend(ConditionedTransport(plain, WIRE, nursery))
+    if kind == "simulated":
+        conditions = Conditions(slices=9_000, partial=0.5, capacity=50_000) if inner else PERFECT
+        return Backend(SimNetwork(1, conditions).of("test"))
     tls = TlsTransport(TcpTransport(), files.files())
     backends = {
         "memory": Backend(MemoryTransport()),
