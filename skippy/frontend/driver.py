@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import attrs
 
@@ -30,15 +30,29 @@ from .lanes import LanePool, PooledLane
 from .prefill import Prefill
 
 
+def random_id() -> int:
+    """For a request or a session: nobody guesses it, and it is never 0."""
+    return secrets.randbits(64) or 1
+
+
 class ChainGenerator:
     """Serves generations over a lane pool. Implements :class:`skippy.frontend.generation.Generator`.
+
+    Args:
+        new_id: makes the ids of requests and sessions.
 
     Attributes:
         prefill: how prompts are cut, and what they have taught.
     """
 
     def __init__(
-        self, stage: Stage, pool: LanePool, model_id: str, options: OpenAIOptions | None = None
+        self,
+        stage: Stage,
+        pool: LanePool,
+        model_id: str,
+        options: OpenAIOptions | None = None,
+        *,
+        new_id: Callable[[], int] = random_id,
     ) -> None:
         options = options or OpenAIOptions()
         vocabulary = stage.vocabulary
@@ -47,6 +61,7 @@ class ChainGenerator:
         self._stage = stage
         self._pool = pool
         self._model_id = model_id
+        self._new_id = new_id
         self._vocabulary = vocabulary
         self.prefill = Prefill(stage, options)
         pool.on_request_over = self.prefill.learn
@@ -86,7 +101,9 @@ class ChainGenerator:
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
             admission = await self._gate.acquire(count, request.max_tokens)
         with admission.running() as pooled:
-            stream = ChainStream(pooled, request, self._vocabulary, self.prefill, telemetry)
+            stream = ChainStream(
+                pooled, request, self._vocabulary, self.prefill, telemetry, new_id=self._new_id
+            )
             with telemetry.span(
                 names.STAGE_OPENAI_DECODE, level=Level.SUMMARY, prompt_token_count=count
             ) as span:
@@ -109,19 +126,19 @@ class ChainStream:
         vocabulary: Vocabulary,
         prefill: Prefill,
         telemetry: Telemetry,
+        *,
+        new_id: Callable[[], int] = random_id,
     ) -> None:
         self._pooled = pooled
         self._request = request
         self._vocabulary = vocabulary
         self._prefill = prefill
         self._telemetry = telemetry
-        self._request_id = secrets.randbits(64) or 1
-        self._session_id = secrets.randbits(64) or 1
         self._prefilled = False
         self._finish_reason: FinishReason | None = None
         self._logprobs: PositionLogProbabilities | None = None
         self.generated = 0
-        pooled.request = (self._request_id, self._session_id)
+        pooled.request = (new_id(), new_id())
         self._decoding = DecodeLoop(pooled, request, vocabulary, pooled.request, telemetry)
 
     @property

@@ -23,13 +23,13 @@ from skippy.protocol import (
 )
 from skippy.telemetry import Level, names
 
+from .clock import microseconds
 from .context import StageContext
 from .errors import LaneLost
 from .framing import receive_reply
 from .intake import ONE_TOKEN
 from .links import Link, LinkClosed
 from .reasons import failure_of
-from .statistics import microseconds
 from .writer import LinkWriter, Reservation
 
 

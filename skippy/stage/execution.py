@@ -18,6 +18,7 @@ from skippy.protocol import (
 )
 from skippy.telemetry import Level, names
 
+from .clock import microseconds
 from .context import StageContext
 from .downstream import Downstream
 from .express import decode_span
@@ -27,7 +28,7 @@ from .interfaces import LaneTasks, ReplySink
 from .queues import PendingReply
 from .session import Predicted, StageSession
 from .settings import parse_metadata
-from .statistics import Times, microseconds
+from .statistics import Times
 from .steps import Steps
 from .work import Work
 

@@ -7,14 +7,13 @@ stage was told to.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from skippy.engine import Segment, StageEngine
 
-from .statistics import microseconds
+from .clock import microseconds, seconds
 from .waves import WaveQueue
 from .work import Work, WorkCancelled
 
@@ -48,7 +47,7 @@ class Iterations:
         *,
         mixed_rows: int | None = None,
         safe: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = seconds,
     ) -> None:
         self._engine = engine
         self._waves = waves

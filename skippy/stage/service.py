@@ -7,6 +7,7 @@ import functools
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 
 import trio
 
@@ -64,6 +65,7 @@ async def open_stage(
     telemetry: Telemetry = NULL_TELEMETRY,
     identity: ModelIdentity | None = None,
     inline: bool = False,
+    open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]] = open_runtime_thread,
 ) -> AsyncIterator[Stage]:
     """Bind, load the engine, and serve until the block is left.
 
@@ -76,6 +78,7 @@ async def open_stage(
         listen_socket: an already listening TCP socket to use instead of binding ``bind_addr``.
         identity: the model that the engine's part belongs to; by default its name and shape.
         inline: run the engine on the event loop (exact engines under a virtual clock).
+        open_runtime: what runs it where it is not inline.
 
     Raises:
         OSError: the address cannot be bound.
@@ -89,9 +92,7 @@ async def open_stage(
         listener = await _listen(config, links.transport, listen_socket)
         stack.callback(listener.close)
         _warn_if_open(listener.endpoint, options)
-        runtime: Runtime = (
-            InlineRuntime() if inline else await stack.enter_async_context(open_runtime_thread())
-        )
+        runtime = InlineRuntime() if inline else await stack.enter_async_context(open_runtime())
         scheduler = await stack.enter_async_context(
             _open_scheduler(config, topology, make_engine, runtime, telemetry, safe=options.safe_mode)
         )

@@ -6,7 +6,6 @@ was observed waits for the next reply that carries statistics.
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 import attrs
@@ -14,15 +13,12 @@ import attrs
 from skippy.protocol import EMPTY_STATS, Message, MessageKind, Reply, ReplyStats
 from skippy.protocol.stats import merge, observe_compute, observe_edge_transport, observe_verify_window
 
+from .clock import microseconds
+
 OBSERVED: Final = frozenset(
     {MessageKind.PREFILL_EMBD, MessageKind.PREFILL_FINAL_EMBD, MessageKind.VERIFY_WINDOW}
 )
 """Kinds that the statistics speak of. Decode steps are not among them, and cost nothing here."""
-
-
-def microseconds() -> int:
-    """Of a clock that only differences mean something on."""
-    return time.perf_counter_ns() // 1000
 
 
 @attrs.define(slots=True)

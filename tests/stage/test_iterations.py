@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from skippy.engine import EngineError, Segment, StageEngine
 from skippy.engine.toy import ToyEngine
+from skippy.stage.clock import measured_on
 from skippy.stage.iterations import LEAST_PREFILL_ROWS, MOST_PREFILL_ROWS
 from skippy.stage.work import Work, WorkCancelled
 from tests.support.iterations import RecordingEngine, bench, ended_well
@@ -14,11 +17,11 @@ SLICE = LEAST_PREFILL_ROWS
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[RecordingEngine]:
+def clock() -> Iterator[list[RecordingEngine]]:
     """Compute times are those of the last engine in the list, and 0 without one."""
     engines: list[RecordingEngine] = []
-    monkeypatch.setattr("skippy.stage.iterations.microseconds", lambda: engines[-1].now_us if engines else 0)
-    return engines
+    with measured_on(lambda: (engines[-1].now_us + 0.5) / 1e6 if engines else 0.0):
+        yield engines
 
 
 # -- who runs when --------------------------------------------------------------------------------------

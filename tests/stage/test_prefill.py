@@ -15,7 +15,7 @@ from skippy.engine.toy import ToyEngine
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import GenerationRequest
 from skippy.frontend.lanes import LanePool
-from skippy.stage import downstream, execution, iterations, statistics
+from skippy.stage.clock import measured_on
 from skippy.telemetry import Level, MemorySink, Telemetry, names
 from tests.stage.test_chain import generate, unsplit_tokens
 from tests.stage.test_statistics import COSTS, Work
@@ -31,16 +31,13 @@ OPTIONS = OpenAIOptions(
 async def observed_chain(
     stages: int,
     options: OpenAIOptions,
-    monkeypatch: pytest.MonkeyPatch,
     costs: Sequence[int] = COSTS,
     **cluster_options: Any,
 ) -> AsyncIterator[tuple[ChainGenerator, MemorySink, trio.Nursery]]:
     """A chain whose clock only computing moves on, with an endpoint of one lane, and its trace points."""
     work, sink = Work(), MemorySink()
-    for module in (statistics, downstream, execution, iterations):
-        monkeypatch.setattr(module, "microseconds", lambda: work.now)
     telemetry = Telemetry(Level.DEBUG, sink)
-    with trio.fail_after(20):
+    with measured_on(work.seconds), trio.fail_after(20):
         async with (
             trio.open_nursery() as nursery,
             toy_cluster(stages, inline=True, telemetry=telemetry, **cluster_options) as cluster,
@@ -69,11 +66,9 @@ async def ask(generator: ChainGenerator, count: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "slowest"), [(2, 1), (3, 1)])
-async def test_what_one_request_teaches_cuts_the_next(
-    stages: int, slowest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_one_request_teaches_cuts_the_next(stages: int, slowest: int) -> None:
     # The slowest stage takes 0.7 ms a chunk, in which nothing is exposed, so only the ramp is seen at first.
-    async with observed_chain(stages, OPTIONS, monkeypatch) as (generator, sink, nursery):
+    async with observed_chain(stages, OPTIONS) as (generator, sink, nursery):
         await ask(generator, 2)
         nursery.cancel_scope.cancel()
     chunks = attributes(sink, names.STAGE_OPENAI_PREFILL_CHUNK)
@@ -101,17 +96,17 @@ async def test_what_one_request_teaches_cuts_the_next(
     assert prefills[0]["prefill_chunk_tokens_min"] <= 10 <= prefills[0]["prefill_chunk_tokens_max"] <= 20
 
 
-async def test_a_slow_stage_holds_chunks_at_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_stage_holds_chunks_at_their_start() -> None:
     slow = [1000, 900_000, 1000]
-    async with observed_chain(3, OPTIONS, monkeypatch, slow) as (generator, sink, nursery):
+    async with observed_chain(3, OPTIONS, slow) as (generator, sink, nursery):
         await ask(generator, 2)
         nursery.cancel_scope.cancel()
     cut = [chunk["token_count"] for chunk in attributes(sink, names.STAGE_OPENAI_PREFILL_CHUNK)]
     assert cut == [10, 15, 15, *[10] * 4]
 
 
-async def test_a_chain_of_one_learns_too_but_does_not_ramp(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with observed_chain(1, OPTIONS, monkeypatch) as (generator, sink, nursery):
+async def test_a_chain_of_one_learns_too_but_does_not_ramp() -> None:
+    async with observed_chain(1, OPTIONS) as (generator, sink, nursery):
         await ask(generator, 2)
         nursery.cancel_scope.cancel()
     assert [c["token_count"] for c in attributes(sink, names.STAGE_OPENAI_PREFILL_CHUNK)] == [40, 40]
@@ -120,10 +115,10 @@ async def test_a_chain_of_one_learns_too_but_does_not_ramp(monkeypatch: pytest.M
     assert learnt[1]["bottleneck_ms"] == COSTS[0] / 1000
 
 
-async def test_a_chunk_is_never_more_than_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chunk_is_never_more_than_the_engine_takes() -> None:
     options = OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_schedule=(7, 600))
     make = functools.partial(ToyEngine, max_batch=300)
-    async with observed_chain(2, options, monkeypatch, make_engine=make) as (generator, sink, nursery):
+    async with observed_chain(2, options, make_engine=make) as (generator, sink, nursery):
         request = GenerationRequest(prompt=[65] * 511, max_tokens=1)
         await generate(generator, request)
         nursery.cancel_scope.cancel()

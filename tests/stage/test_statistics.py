@@ -15,7 +15,7 @@ from skippy.config import StageOptions
 from skippy.engine import StageEngine
 from skippy.protocol import EMPTY_STATS, MessageKind, Reply, ReplyStats
 from skippy.protocol.stats import I64_MAX, merge
-from skippy.stage import downstream, execution, iterations, statistics
+from skippy.stage.clock import measured_on
 from skippy.stage.statistics import LaneStats
 from tests.stage.test_chain import PROMPT, unsplit_tokens
 from tests.support.cluster import Cluster, toy_cluster
@@ -33,6 +33,9 @@ class Work:
 
     now: int = 0
 
+    def seconds(self) -> float:
+        return (self.now + 0.5) / 1e6  # so that no rounding comes between
+
     def slow_down(self, engine: StageEngine, cost: int) -> None:
         decode = engine.decode
 
@@ -46,12 +49,10 @@ class Work:
 
 @asynccontextmanager
 async def timed_chain(
-    stages: int, monkeypatch: pytest.MonkeyPatch, options: StageOptions | None = None
+    stages: int, options: StageOptions | None = None
 ) -> AsyncIterator[tuple[Cluster, Driver]]:
     work = Work()
-    for module in (statistics, downstream, execution, iterations):
-        monkeypatch.setattr(module, "microseconds", lambda: work.now)
-    with trio.fail_after(20):
+    with measured_on(work.seconds), trio.fail_after(20):
         async with (
             toy_cluster(stages, inline=True, options=options) as cluster,
             driver_of(cluster) as driver,
@@ -73,10 +74,10 @@ async def prefill(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-async def test_prefill_and_a_window_through_a_chain(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefill_and_a_window_through_a_chain(stages: int) -> None:
     line = [PROMPT[-1], *unsplit_tokens(PROMPT, 8)]
     slowest = COSTS.index(max(COSTS[:stages]))
-    async with timed_chain(stages, monkeypatch) as (_, driver):
+    async with timed_chain(stages) as (_, driver):
         await prefill(driver)
         await driver.send(K.DECODE_EMBD, LAST, line[:1], decode_step=0)
         await driver.reply()
@@ -130,9 +131,9 @@ async def test_edges_by_a_real_clock(options: StageOptions) -> None:
     assert 0 < largest <= stats.prefill_edge_total_us_max
 
 
-async def test_every_acknowledgement_that_is_not_early_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_acknowledgement_that_is_not_early_reports() -> None:
     for kind in (K.CONFIGURE_GENERATION, K.TRIM_SESSION, K.PROBE_PREFILL, K.STOP):
-        async with timed_chain(1, monkeypatch) as (_, driver):
+        async with timed_chain(1) as (_, driver):
             await prefill(driver)
             position = {"token_count": LAST} if kind is K.TRIM_SESSION else {}
             tokens = [1, 2] if kind is K.PROBE_PREFILL else []
@@ -141,8 +142,8 @@ async def test_every_acknowledgement_that_is_not_early_reports(monkeypatch: pyte
             assert driver.stats.kv_lookup_misses == (kind is K.PROBE_PREFILL)
 
 
-async def test_a_replayed_chunk_reports_but_is_not_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with timed_chain(3, monkeypatch) as (_, driver):
+async def test_a_replayed_chunk_reports_but_is_not_observed() -> None:
+    async with timed_chain(3) as (_, driver):
         await prefill(driver)
         driver.generation = 1
         await driver.ask(K.DECODE_REPLAY_EMBD, 0, PROMPT[:5])
