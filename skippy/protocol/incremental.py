@@ -170,6 +170,11 @@ class Decoder(abc.ABC, Generic[T]):
         """No byte of an unfinished frame has arrived, and none waits to be parsed."""
         return self._between_frames and not self._ready and self._intake.held == 0
 
+    @property
+    def unparsed(self) -> int:
+        """Bytes received behind the frame that came out last, before another one is asked for."""
+        return self._intake.held
+
     def get_buffer(self) -> memoryview:
         """Where the next received bytes belong; never empty. Valid until ``buffer_updated``.
 
