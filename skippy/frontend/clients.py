@@ -8,6 +8,7 @@ that ends everything on the connection once the client is known to be gone.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 from typing import Final, cast
@@ -68,6 +69,19 @@ class GuardedStream:
             raise
         self._sending = False
 
+    def send_now(self, data: bytes) -> int:
+        """Send as much as the system takes without waiting; the number of bytes.
+
+        Never raises: what ails the connection shows in the send that must follow.
+        """
+        if self._sending:
+            return 0
+        try:
+            # The socket is non-blocking, and trio has no call that tries once without a checkpoint.
+            return os.write(self.socket.fileno(), data)
+        except OSError:
+            return 0
+
     async def receive_some(self, limit: int) -> bytes:
         """The next chunk, which the size limit of :meth:`read_ahead` bounds; empty at the end."""
         try:
@@ -116,7 +130,7 @@ class _ClientServer(TCPServer):
 
     @protocol.setter
     def protocol(self, wrapper: ProtocolWrapper) -> None:
-        wrapper.protocol = EnvelopeProtocol.instead_of(wrapper)
+        wrapper.protocol = EnvelopeProtocol.instead_of(wrapper, cast(GuardedStream, self.stream).send_now)
         self._wrapper = wrapper
 
     async def protocol_send(self, event: Event) -> None:

@@ -11,6 +11,7 @@ from quart.asgi import ASGIHTTPConnection
 from quart.wrappers import Request
 from quart_trio.asgi import TrioASGIHTTPConnection
 
+from .direct import EXTENSION, DirectBody
 from .errors import ApiError
 
 _NURSERY: Final = "skippy.nursery"
@@ -55,6 +56,12 @@ def connection_nursery(request: Request) -> trio.Nursery:
     """The nursery of the request's connection; tasks in it must not raise."""
     nursery: trio.Nursery = cast(dict[str, Any], request.scope)[_NURSERY]
     return nursery
+
+
+def direct_body(request: Request) -> DirectBody | None:
+    """The way past the ASGI server for the response's body, where the server offers it."""
+    extensions = cast(dict[str, Any], request.scope).get("extensions") or {}
+    return cast("DirectBody | None", extensions.get(EXTENSION, {}).get("body"))
 
 
 def request_id(request: Request) -> str:

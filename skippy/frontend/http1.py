@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections.abc import Callable
 
 import h11
+from hypercorn.events import RawData
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.h11 import H11Protocol
 
+from .direct import OfferingApp
 from .errors import ApiError
 from .responses import dump
 
 
 class EnvelopeProtocol(H11Protocol):
-    """Answers what h11 refuses with OpenAI's envelope instead of an empty body."""
+    """Answers what h11 refuses with OpenAI's envelope instead of an empty body; offers a direct body."""
 
     @classmethod
-    def instead_of(cls, wrapper: ProtocolWrapper) -> EnvelopeProtocol:
-        """One with the arguments that ``wrapper`` gave its own."""
-        return cls(
+    def instead_of(cls, wrapper: ProtocolWrapper, send_now: Callable[[bytes], int]) -> EnvelopeProtocol:
+        """One with the arguments that ``wrapper`` gave its own.
+
+        Args:
+            send_now: as :meth:`skippy.frontend.direct.Connection.send_now`.
+        """
+        protocol = cls(
             wrapper.app,
             wrapper.config,
             wrapper.context,
@@ -33,6 +40,8 @@ class EnvelopeProtocol(H11Protocol):
             wrapper.server,
             wrapper.send,
         )
+        protocol.app = OfferingApp(wrapper.app, _DirectConnection(protocol, send_now))
+        return protocol
 
     async def _check_protocol(self, event: h11.Request) -> None:
         pass  # no upgrade to HTTP/2
@@ -61,6 +70,20 @@ class EnvelopeProtocol(H11Protocol):
         await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
+
+
+class _DirectConnection:
+    """The connection, as a direct body uses it."""
+
+    def __init__(self, protocol: EnvelopeProtocol, send_now: Callable[[bytes], int]) -> None:
+        self._protocol = protocol
+        self.send_now = send_now
+
+    def frame(self, piece: bytes) -> bytes:
+        return self._protocol.connection.send(h11.Data(data=piece))
+
+    async def send(self, data: bytes) -> None:
+        await self._protocol.send(RawData(data))
 
 
 def _refusal(status: int, head_limit: int, error: BaseException | None) -> ApiError:

@@ -16,8 +16,14 @@ KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of server-sent events skip."""
 
 
+# Kept: json.dumps makes a new one with every call.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# No text of ours, so the last place in a chunk where it stands is that of the text.
+_PLACEHOLDER = "\0"
+
+
 def dump(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    return _encode(value).encode("utf-8")
 
 
 def event(value: Any) -> bytes:
@@ -44,7 +50,8 @@ class ResponseShape(Protocol):
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that come before the text."""
 
-    def delta(self, text: str) -> dict[str, Any]: ...
+    def delta(self, text: str) -> bytes:
+        """The event of a piece of text."""
 
     def finish(self, reason: FinishReason | None) -> dict[str, Any]: ...
 
@@ -62,6 +69,14 @@ class _Shape:
     def __init__(self, model: str, *, include_usage: bool = False) -> None:
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._include_usage = include_usage
+        # All chunks of text are the same but for the text, so only that is encoded for each of them.
+        self._before, _, self._behind = event(self._delta(_PLACEHOLDER)).rpartition(dump(_PLACEHOLDER))
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def delta(self, text: str) -> bytes:
+        return self._before + dump(text) + self._behind
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
@@ -93,7 +108,7 @@ class ChatShape(_Shape):
     def opening(self) -> list[dict[str, Any]]:
         return [self._choice({"role": "assistant", "content": ""})]
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> dict[str, Any]:
         return self._choice({"content": text})
 
     def finish(self, reason: FinishReason | None) -> dict[str, Any]:
@@ -117,7 +132,7 @@ class CompletionShape(_Shape):
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> dict[str, Any]:
         return self._chunk([self._choice(text)])
 
     def finish(self, reason: FinishReason | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from quart import Response
 from skippy.engine.sampling import check_settings
 from skippy.telemetry import NULL_TELEMETRY, Level, names
 
+from .direct import DirectBody
 from .errors import ApiError
 from .generation import GenerationRequest, Generator
 from .options import FrontendOptions
@@ -38,10 +39,11 @@ _INLINE_PARSE_BYTES: Final = 64 * 1024
 
 @attrs.frozen(slots=True, kw_only=True)
 class Caller:
-    """Who asks: the nursery of the connection, and the request's id."""
+    """Who asks: the nursery of the connection, the request's id, and a shorter way to the client if any."""
 
     nursery: trio.Nursery
     request_id: str
+    direct: DirectBody | None = None
 
 
 class CompletionService:
@@ -159,6 +161,7 @@ class CompletionService:
             body = _stream(
                 task,
                 shape,
+                caller.direct,
                 include_usage=request.include_usage,
                 keep_alive_secs=self._options.keep_alive_secs,
             )
@@ -201,7 +204,12 @@ class CompletionService:
 
 
 async def _stream(
-    task: GenerationTask, shape: ResponseShape, *, include_usage: bool, keep_alive_secs: float
+    task: GenerationTask,
+    shape: ResponseShape,
+    direct: DirectBody | None,
+    *,
+    include_usage: bool,
+    keep_alive_secs: float,
 ) -> AsyncIterator[bytes]:
     """Server-sent events of a generation. Holds nothing that would need an await to let go."""
     while not task.begun:
@@ -211,12 +219,18 @@ async def _stream(
     opening = b"".join(event(chunk) for chunk in shape.opening())
     if opening:
         yield opening
+    if direct is not None:
+        send_now = direct.send_now
+        task.express = lambda text: send_now(shape.delta(text))
     async for text in task.events:
-        frames = [event(shape.delta(text))]
+        if direct is not None:
+            await direct.flush()
+        frames = [shape.delta(text)] if text else []
         # Whatever else is waiting goes out in the same write.
         while task.events.statistics().current_buffer_used:
-            frames.append(event(shape.delta(task.events.receive_nowait())))
-        yield b"".join(frames)
+            frames.append(shape.delta(task.events.receive_nowait()))
+        if frames:
+            yield b"".join(frames)
     if task.error is not None:
         yield error_event(task.error) + DONE_EVENT
         return

@@ -75,6 +75,41 @@ async def test_a_slow_reader_keeps_the_generation(autojump_clock: trio.testing.M
     assert (text, task.outcome) == ("abcdef", "completed")
 
 
+async def test_express_takes_what_a_waiting_reader_would_get() -> None:
+    steps = [trio.Event() for _ in range(4)]
+    task = make(ScriptedGenerator(lambda _: [steps[0], 97, steps[1], 98, steps[2], 99, 100, 101, steps[3]]))
+    taken: list[str] = []
+    task.express = lambda text: taken.append(text) or text != "b"  # type: ignore[func-returns-value]
+    got: list[str] = []
+    go_on = trio.Event()
+
+    async def read() -> None:
+        async for piece in task.events:
+            got.append(piece)
+            await go_on.wait()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(task.run)
+        await trio.testing.wait_all_tasks_blocked()
+        steps[0].set()  # nobody waits yet
+        await trio.testing.wait_all_tasks_blocked()
+        assert taken == []
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
+        await trio.testing.wait_all_tasks_blocked()
+        go_on = trio.Event()
+        steps[1].set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (taken, got) == (["b"], ["a", ""])
+        steps[2].set()  # the reader is busy with what was left to it
+        await trio.testing.wait_all_tasks_blocked()
+        assert (taken, got) == (["b"], ["a", ""])
+        go_on.set()
+        steps[3].set()
+    assert (taken, got) == (["b"], ["a", "", "c", "d", "e"])
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 async def test_shut_down(tokens: int) -> None:
     generator = ScriptedGenerator(lambda request: [*([97] * tokens), trio.Event()])
