@@ -128,6 +128,11 @@ class Downstream:
         """As :meth:`LinkWriter.reserve`, for a frame that no acknowledgement answers."""
         return self._writer.reserve()
 
+    @property
+    def drained(self) -> bool:
+        """Whether no acknowledgement is owed."""
+        return not self._acks
+
     async def wait_drained(self) -> None:
         """Wait until every acknowledgement owed so far has come."""
         while self._acks:

@@ -31,12 +31,41 @@ class Express:
         on_error: told when the rows or the sending failed.
     """
 
-    __slots__ = ("_frame", "_on_error", "_reservation")
+    __slots__ = ("_frame", "_lent", "_on_error", "_reservation", "_settled")
 
     def __init__(self, reservation: Reservation, frame: Frame, on_error: Callable[[Exception], None]) -> None:
         self._reservation = reservation
         self._frame = frame
         self._on_error = on_error
+        self._lent = False
+        self._settled = False
+
+    @property
+    def pending(self) -> bool:
+        """Not settled yet, so the right to send has not been given up."""
+        return not self._settled
+
+    def lend(self, on_wanted: Callable[[], object]) -> None:
+        """Keep the right to send for steps that follow, until :meth:`give_back`.
+
+        ``on_wanted`` is called in the event loop's thread when somebody else wants to send.
+        """
+        self._lent = True
+        self._reservation.on_wanted = on_wanted
+
+    def give_back(self) -> None:
+        """No further step follows this one. In the event loop's thread."""
+        if self._lent:
+            self._lent = False
+            self._reservation.on_wanted = None
+            if self._settled:
+                self._reservation.release()
+
+    def followed_by(self, frame: Frame) -> Express:
+        """The next step with the same right to send. In the engine's thread."""
+        following = Express(self._reservation, frame, self._on_error)
+        following._lent = True
+        return following
 
     def sink(self, predicted: Predicted, work: Work) -> bool:
         """Send. True when the system did not take the whole frame, so the writer must go on.
@@ -46,7 +75,9 @@ class Express:
         return not self._reservation.send(self._frame(predicted, work))
 
     def settle(self, error: Exception | None) -> None:
-        self._reservation.release()
+        self._settled = True
+        if not self._lent:
+            self._reservation.release()
         if error is not None:
             self._on_error(error)
 

@@ -18,6 +18,7 @@ from skippy.protocol import (
     Lane as LaneMachine,
     LaneState,
     Message,
+    MessageDecoder,
     ProtocolError,
     UpstreamState,
 )
@@ -28,9 +29,11 @@ from .downstream import Downstream
 from .errors import LaneLost, RequestFailed, StageError
 from .execution import Execution
 from .interfaces import ReplySink
-from .links import LinkClosed
+from .links import Link, LinkClosed
 from .local_run import LocalRun
+from .memory import FrameMemory
 from .queues import PendingReply
+from .relay import Relay
 
 _ENDS = (ProtocolError, LinkClosed, StageError)
 """What ends a lane, in good order, while it handles a message."""
@@ -263,6 +266,14 @@ class Lane:
         except _ENDS as exc:
             self.fail_for(exc)
             return False
+
+    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay | None:
+        """Let the engine's thread take the decode steps that follow, if the last message was one.
+
+        None where it cannot; else run what is returned before receiving anything. Only while no message is
+        being handled.
+        """
+        return None if self.failure is not None else self._execution.open_relay(link, decoder, memory)
 
     def pause(self) -> None:
         """The request does not decode on for now: batches must not wait for its next step. Never waits."""

@@ -13,6 +13,9 @@ MAX_RECEIVED_BYTES = 1024 * 1024 * 1024
 """Activation bytes of frames that are not executed yet, over all connections of one stage. Who has announced
 more waits: it is not read from. One frame is always let through."""
 
+SMALL_BYTES = 256 * 1024
+"""An activation of one token, for any model: not worth counting."""
+
 
 class FrameBudget:
     """Bytes shared out among connections, in order of arrival."""
@@ -76,6 +79,14 @@ class FrameMemory:
         self._held += self._announced
         self._announced = 0
         return True
+
+    def is_small(self) -> bool:
+        """Whether what is announced needs no waiting for room, whatever others hold: a decode step's row."""
+        return self._announced <= SMALL_BYTES
+
+    def forget(self) -> None:
+        """What was announced is small, and not counted."""
+        self._announced = 0
 
     async def wait(self) -> None:
         """Wait until the budget covers all that was announced. Call before receiving more."""

@@ -15,6 +15,7 @@ import trio
 
 from skippy.telemetry import get_logger
 
+from .inbox import Inbox
 from .iterations import Iterations
 from .nurseries import open_hidden_nursery
 from .work import Work, wake_all
@@ -63,6 +64,15 @@ class Runtime(abc.ABC):
         Its exception goes to the log.
         """
 
+    @property
+    def inbox(self) -> Inbox | None:
+        """Where the engine's thread waits for sockets itself; None where it is no thread of its own."""
+        return None
+
+    def tell(self, call: Callable[[], object]) -> None:
+        """In the engine's thread: have ``call`` called in the event loop's."""
+        call()
+
 
 class _Job(Generic[T]):
     """A call that a task waits for, until it gives up."""
@@ -91,6 +101,7 @@ class RuntimeThread(Runtime):
         self._work: queue.SimpleQueue[Callable[[], None] | Work | None] = queue.SimpleQueue()
         self._token = trio.lowlevel.current_trio_token()
         self._iterations: Iterations | None = None
+        self._inbox = Inbox()
 
     def attach(self, iterations: Iterations) -> None:
         self._iterations = iterations
@@ -98,7 +109,7 @@ class RuntimeThread(Runtime):
     async def run(self, call: Callable[[], T]) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         job: _Job[T] = _Job(call, trio.lowlevel.current_task())
-        self._work.put(functools.partial(self._run_job, job))
+        self._put(functools.partial(self._run_job, job))
 
         def give_up(_: Callable[[], object]) -> trio.lowlevel.Abort:
             job.task = None
@@ -108,14 +119,25 @@ class RuntimeThread(Runtime):
         return result
 
     def submit(self, work: Work) -> None:
-        self._work.put(work)
+        self._put(work)
 
     def post(self, call: Callable[[], object]) -> None:
-        self._work.put(functools.partial(_run_posted, call))
+        self._put(functools.partial(_run_posted, call))
 
     def stop(self) -> None:
         """End the thread once everything queued before has run."""
-        self._work.put(None)
+        self._put(None)
+
+    def _put(self, item: Callable[[], None] | Work | None) -> None:
+        self._work.put(item)
+        self._inbox.wake()
+
+    @property
+    def inbox(self) -> Inbox | None:
+        return self._inbox
+
+    def tell(self, call: Callable[[], object]) -> None:
+        self._soon(call)
 
     def work(self) -> None:
         """The thread's body."""
@@ -127,13 +149,14 @@ class RuntimeThread(Runtime):
                 _yield_core()
         if self._iterations is not None:
             self._wake(self._iterations.end())
+        self._inbox.close()
 
     def _take_in(self) -> bool:
         """Run calls and pass on works, until the next iteration is due. False when the thread is to end."""
         for _ in range(MAX_TAKEN_IN):
             wait = None if self._iterations is None else self._iterations.wait_secs()
             try:
-                item = self._work.get_nowait() if wait == 0.0 else self._work.get(timeout=wait)
+                item = self._next(wait)
             except queue.Empty:
                 break
             if item is None:
@@ -145,6 +168,14 @@ class RuntimeThread(Runtime):
                 item()
             del item  # it may hold activation buffers
         return True
+
+    def _next(self, wait: float | None) -> Callable[[], None] | Work | None:
+        """What was queued, or has arrived on a socket. Raises queue.Empty after ``wait`` seconds."""
+        if not self._inbox.watching:
+            return self._work.get_nowait() if wait == 0.0 else self._work.get(timeout=wait)
+        if self._work.empty():
+            self._inbox.wait(wait, has_work=lambda: not self._work.empty())
+        return self._work.get_nowait()
 
     def _run_job(self, job: _Job[Any]) -> None:
         if job.task is not None:

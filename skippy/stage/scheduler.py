@@ -14,6 +14,7 @@ from skippy.engine import EngineInfo, StageEngine, Vocabulary
 
 from .errors import RequestFailed
 from .groups import DecodeGroups
+from .inbox import Inbox
 from .iterations import Iterations
 from .runtime import Runtime
 from .waves import WaveQueue
@@ -114,6 +115,15 @@ class Scheduler:
         """Run ``call(engine)`` on the runtime. Cancellation: as :meth:`Runtime.run`."""
         engine = self._engine
         return await self._runtime.run(lambda: call(engine))
+
+    @property
+    def inbox(self) -> Inbox | None:
+        """Where the engine's thread waits for sockets itself, for engine calls to use; None: it cannot."""
+        return self._runtime.inbox
+
+    def tell(self, call: Callable[[], object]) -> None:
+        """In the engine's thread: have ``call`` called in the event loop's."""
+        self._runtime.tell(call)
 
     def post(self, call: Callable[[StageEngine], object]) -> None:
         """Queue ``call(engine)`` without waiting; it always runs."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skippy.protocol import (
     EMPTY_STATS,
     Buffer,
     Message,
+    MessageDecoder,
     MessageKind,
     Reply,
     UpstreamConnection,
@@ -33,9 +34,12 @@ from .express import Express, Frame, prediction_frame, reported
 from .framing import allocate
 from .intake import ONE_TOKEN, check_data, wave_of
 from .interfaces import LaneTasks, ReplySink
+from .links import Link
 from .local_run import LocalRun
+from .memory import FrameMemory
 from .predictions import Predictions
 from .queues import PendingReply
+from .relay import Relay
 from .session import Predicted, Sink, StageSession
 from .statistics import LaneStats, Times
 from .work import Work
@@ -65,6 +69,9 @@ class Steps:
         self.tell_why = self._answers.tell_why
         self._started: Work | None = None
         """The frame handled last, if :meth:`start_decode` took it: perhaps still with the engine."""
+        self._express: Express | None = None
+        """Of the frame in ``_started``."""
+        self._relay: Relay | None = None
         self._owed: deque[PendingReply] = deque()
         self.predictions = Predictions(context.hub, context.info.vocab_size, self._windows, lane.lose)
 
@@ -75,6 +82,7 @@ class Steps:
 
     def end(self, failure: StageError) -> None:
         """The lane has ended: whatever is owed fails. Never waits."""
+        self.revoke_relay()
         live = self._machine.live
         if live is not None and isinstance(failure, RequestFailed):
             self._answers.fail(live[0], failure)
@@ -100,35 +108,96 @@ class Steps:
         that kind. What it refers to is in use until the next message is carried out. See
         :mod:`skippy.stage.express`. Only after :meth:`settle`. Raises as :meth:`carry_out`.
         """
-        session, downstream, context = self._session, self.downstream, self._context
-        if (
-            message.kind not in ONE_TOKEN
-            or session is None
-            or session.is_stale(message)
-            or session.wants_settings(message)
-            or session.scores
-        ):
+        if not self._is_step(message):
             return False
-        is_ours = downstream is not None and context.stage_index == 0  # so the prediction comes back here
-        if is_ours and self._replies.full:
+        if self._gets_predictions and self._replies.full:
             return False
-        reservation = (downstream or self._answers).reserve()
+        reservation = (self.downstream or self._answers).reserve()
         if reservation is None:
             return False
-        self._machine.receive(message)
-        check_data(message, context.stage_index, context.info.max_batch)
-        wave = wave_of(message) if self.waves else None
-        output, frame = self._frame_to_come(message)
-        express = Express(reservation, frame, self._lane.fail_for)
-        work = session.prepare_now(message, output, self._reported(express.sink, message), express.settle)
-        work.wave, work.forms_waves = wave, self._forms_waves(message)
         place = self._place_for(message, None)
+        self._begin(message, lambda frame: Express(reservation, frame, self._lane.fail_for))
         if place is not None:
             self.predictions.keep(message.kind, place)
             self._replies.put_nowait(place)
-        self._started = work
-        session.start(work)
         return True
+
+    @property
+    def _gets_predictions(self) -> bool:
+        """Predictions come back here: this is stage 0 of more than one."""
+        return self.downstream is not None and self._context.stage_index == 0
+
+    def _is_step(self, message: Message) -> bool:
+        """Whether a message is a decode step that the engine can take as it is."""
+        session = self._session
+        return (
+            message.kind in ONE_TOKEN
+            and session is not None
+            and not session.is_stale(message)
+            and not session.wants_settings(message)
+            and not session.scores
+        )
+
+    def _begin(self, message: Message, make_express: Callable[[Frame], Express]) -> Work:
+        """Check a decode step, and hand it to the engine. Raises as :meth:`carry_out`."""
+        assert self._session is not None
+        self._machine.receive(message)
+        check_data(message, self._context.stage_index, self._context.info.max_batch)
+        wave = wave_of(message) if self.waves else None
+        output, frame = self._frame_to_come(message)
+        self._express = express = make_express(frame)
+        work = self._session.prepare_now(
+            message, output, self._reported(express.sink, message), express.settle
+        )
+        work.wave, work.forms_waves = wave, self._forms_waves(message)
+        self._started = work
+        self._session.start(work)
+        return work
+
+    # -- on loan to the engine's thread ----------------------------------------------------------------
+
+    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay | None:
+        """Let the engine's thread receive the steps that follow the one which was started just now.
+
+        None where it cannot. See :mod:`skippy.stage.relay`.
+        """
+        context, express = self._context, self._express
+        inbox, descriptor = context.scheduler.inbox, link.descriptor
+        if (
+            inbox is None
+            or descriptor is None
+            or not decoder.at_boundary
+            or self._gets_predictions
+            or express is None
+            or self._started is None
+            or not express.pending
+            or context.telemetry.enabled(Level.DEBUG)
+            or (self.downstream is not None and not self.downstream.drained)
+        ):
+            return None
+        self._relay = relay = Relay(
+            self, context.scheduler, link, inbox, descriptor, decoder, memory, express
+        )
+        self._started.report = relay.revoke
+        return relay
+
+    def go_on(self, message: Message, express: Express, on_urgent: Callable[[], object]) -> Express | None:
+        """In the engine's thread: begin the next step, with the right to send of the one before.
+
+        None where the message is something else, or the step before it did not end well. ``on_urgent`` is
+        called in the event loop's thread once a step needs it. Raises ProtocolError.
+        """
+        before = self._started
+        if before is None or not before.over or before.urgent or not self._is_step(message):
+            return None
+        before.settle()
+        self._begin(message, express.followed_by).report = on_urgent
+        return self._express
+
+    def revoke_relay(self) -> None:
+        """What is on loan is the event loop's again when this returns."""
+        if self._relay is not None:
+            self._relay.revoke()
 
     def _frame_to_come(self, message: Message) -> tuple[memoryview | None, Frame]:
         """The buffer for the boundary of a one-token frame, and what is sent once its row has run."""
@@ -190,11 +259,11 @@ class Steps:
 
     def _forms_waves(self, message: Message) -> bool:
         """Whether stage 0 may compute this row together with those of other lanes, as a wave."""
-        return self.downstream is not None and not self._context.stage_index and message.kind in ONE_TOKEN
+        return self._gets_predictions and message.kind in ONE_TOKEN
 
     def _place_for(self, message: Message, times: Times | None) -> PendingReply | None:
         """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
-        if self.downstream is None or self._context.stage_index or not requires_predicted_reply(message.kind):
+        if not self._gets_predictions or not requires_predicted_reply(message.kind):
             return None
         self.predictions.check_awaited(message.kind)
         complete = self.stats.complete
@@ -209,6 +278,7 @@ class Steps:
 
     def drop_session(self) -> bool:
         """Give the session's sequence back; False when there was none. Never waits."""
+        self.revoke_relay()
         if self._session is None:
             return False
         self._session.close()

@@ -238,13 +238,21 @@ async def _execute(
     if context.max_activation_bytes:
         frames = max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
     live = first.kind is not MessageKind.STOP
+    unhandled = 1
     patience = trio.CancelScope(deadline=trio.current_time() + IDLE_SECS)
 
     async def read() -> Message | None:
-        nonlocal live
+        nonlocal live, unhandled
         with context.telemetry.span(names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer) as span:
-            message = await receive_message(link, decoder, memory)
+            message = None
+            if not unhandled and (relay := lane.open_relay(link, decoder, memory)) is not None:
+                patience.deadline = math.inf
+                message = await relay.run()
+                patience.deadline = trio.current_time() + IDLE_SECS
+            if message is None:
+                message = await receive_message(link, decoder, memory)
             if message is not None:
+                unhandled += 1
                 if context.telemetry.enabled(Level.DEBUG):
                     span["message_kind"] = message.kind.name
                     span["activation_bytes"] = len(message.activation)
@@ -260,13 +268,17 @@ async def _execute(
         return message
 
     async def handle(message: Message) -> None:
+        nonlocal unhandled
         replies.request_id = message.request_id
         await lane.handle(message)
+        unhandled -= 1
         memory.release(len(message.activation))
 
     def handle_now(message: Message) -> bool:
+        nonlocal unhandled
         if not lane.handle_now(message):
             return False
+        unhandled -= 1
         replies.request_id = message.request_id
         # The frame may still be with the engine. Its few kilobytes are all that is given back early.
         memory.release(len(message.activation))

@@ -55,6 +55,7 @@ class Work:
         "_over",
         "_settle",
         "_settled",
+        "_urgent",
         "_waiting",
         "batch_size",
         "cancelled",
@@ -95,6 +96,7 @@ class Work:
         self._done = 0
         self._error: Exception | None = None
         self._over = False
+        self._urgent = False
         self._settled = False
         self._waiting: trio.lowlevel.Task | None = None
 
@@ -160,6 +162,7 @@ class Work:
     def finish(self, error: Exception | None, *, urgent: bool = True) -> bool:
         """The work is over. True when it must be settled without waiting until somebody asks."""
         self._error = error
+        self._urgent = urgent
         self._after = self._before = None  # they may hold activation buffers
         # In this order here, and in the other one in `wait`: one of the two sides sees the other.
         self._over = True
@@ -204,6 +207,11 @@ class Work:
     @property
     def over(self) -> bool:
         return self._over
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the event loop has to hear of its end, once it is over."""
+        return self._urgent
 
     @property
     def error(self) -> Exception | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skippy.protocol import Buffer
 
@@ -15,19 +15,25 @@ QUEUED_FRAMES = 8
 
 
 class Reservation:
-    """One frame that may leave from another thread, ahead of all that is put after it."""
+    """The right to send from another thread, ahead of all that is put after it: one frame, or some in turn.
 
-    __slots__ = ("_link", "_queue", "_rest")
+    Attributes:
+        on_wanted: called in the event loop's thread when something was put, which waits for ``release``.
+    """
+
+    __slots__ = ("_link", "_queue", "_rest", "on_wanted")
 
     def __init__(self, link: Link, queue: SendQueue[Sequence[Buffer]]) -> None:
         self._link = link
         self._queue = queue
         self._rest: Sequence[Buffer] = ()
+        self.on_wanted: Callable[[], object] | None = None
 
     def send(self, buffers: Sequence[Buffer]) -> bool:
-        """Hand the frame to the system; at most once, from any thread. Raises LinkClosed.
+        """Hand a frame to the system, from any thread. Raises LinkClosed.
 
-        Returns whether the system took all of it; what it left waits for :meth:`release`.
+        Returns whether the system took all of it; what it left waits for :meth:`release`, and nothing more
+        may be sent before.
         """
         self._rest = self._link.send_nowait(buffers)
         return not self._rest
@@ -50,6 +56,8 @@ class LinkWriter:
     def __init__(self, link: Link, capacity: int = QUEUED_FRAMES) -> None:
         self._link = link
         self._queue: SendQueue[Sequence[Buffer]] = SendQueue(capacity)
+        self._reservation: Reservation | None = None
+        """The last one."""
 
     async def wait_room(self) -> None:
         """Wait until ``put`` is allowed. Cancellable; nothing happened then."""
@@ -64,6 +72,8 @@ class LinkWriter:
         rest = self._link.send_nowait(buffers) if self._queue.idle else buffers
         if rest:
             self._queue.put(rest)
+            if self._reservation is not None and self._reservation.on_wanted is not None:
+                self._reservation.on_wanted()
 
     def reserve(self) -> Reservation | None:
         """The right to send the next frame from another thread; None while the link is busy or cannot.
@@ -73,7 +83,8 @@ class LinkWriter:
         if not (self._queue.idle and self._link.sends_from_any_thread):
             return None
         self._queue.hold()
-        return Reservation(self._link, self._queue)
+        self._reservation = Reservation(self._link, self._queue)
+        return self._reservation
 
     async def wait_flushed(self) -> None:
         """Wait until every frame has been handed to the system."""

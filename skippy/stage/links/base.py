@@ -53,8 +53,19 @@ class Link(abc.ABC):
     async def receive_into(self, buffer: memoryview) -> int:
         """Receive at least one byte into ``buffer``; 0 at the end of the stream. Raises LinkClosed."""
 
-    def receive_nowait(self, buffer: memoryview) -> int | None:
-        """As :meth:`receive_into`, of what has arrived already; None when that is nothing, or not known."""
+    def receive_nowait(self, buffer: memoryview, *, ready: bool = False) -> int | None:
+        """As :meth:`receive_into`, of what has arrived already; None when that is nothing, or not known.
+
+        ``ready`` says that something has arrived since the last call that found nothing.
+        """
+        return None
+
+    @property
+    def descriptor(self) -> int | None:
+        """What can be received shows here; ``receive_nowait`` is then for any thread, while no task receives.
+
+        None where it is not known, or the link is closed.
+        """
         return None
 
     @abc.abstractmethod

@@ -83,11 +83,17 @@ class TcpLink(Link):
         except (OSError, trio.ClosedResourceError) as exc:
             raise LinkClosed(f"receiving from {self._peer} failed: {_reason(exc)}") from exc
 
-    def receive_nowait(self, buffer: memoryview) -> int | None:
-        if self._drained:
+    @property
+    def descriptor(self) -> int | None:
+        number = self._socket.fileno()
+        return None if number < 0 else number
+
+    def receive_nowait(self, buffer: memoryview, *, ready: bool = False) -> int | None:
+        if self._drained and not ready:
             return None
         try:
-            count = os.readv(self._socket.fileno(), [buffer])
+            with self._closing:
+                count = os.readv(self._socket.fileno(), [buffer])
         except BlockingIOError:
             self._drained = True
             return None

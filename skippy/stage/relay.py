@@ -1,0 +1,144 @@
+"""Decode frames that the engine's thread receives itself, computes, and sends on.
+
+A token crosses every stage once. Where a stage's event loop receives the frame and hands it to the engine,
+each crossing takes two wake-ups, of two threads that want the same interpreter; where the engine's thread
+waits for the link itself, it takes one. So once a lane decodes, the event loop lends it what that takes, and
+gets it back with the first thing that is not the next decode step.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from skippy.engine import StageEngine
+from skippy.protocol import Message, MessageDecoder
+
+from .express import Express
+from .inbox import Inbox
+from .links import Link
+from .memory import FrameMemory
+from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .steps import Steps
+
+SILENCE_SECS: Final = 0.5
+"""A relay that brings no frame for as long ends. Deadlines are kept by those who read without one."""
+
+
+class Relay:
+    """The receiving side of a link, on loan to the engine's thread.
+
+    Until it is over, that thread alone touches the decoder, the lane's session and its state machine. Every
+    other use of these begins with :meth:`revoke`. Made by :meth:`Steps.open_relay`; :meth:`run` it at once.
+
+    Args:
+        descriptor: of the link.
+        express: the decode step that was started last, and has the right to send.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        scheduler: Scheduler,
+        link: Link,
+        inbox: Inbox,
+        descriptor: int,
+        decoder: MessageDecoder,
+        memory: FrameMemory,
+        express: Express,
+    ) -> None:
+        self._steps = steps
+        self._scheduler = scheduler
+        self._link = link
+        self._inbox = inbox
+        self._descriptor = descriptor
+        self._decoder = decoder
+        self._memory = memory
+        self._express = express
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._over = trio.Event()
+        self._frames = 0
+        self._message: Message | None = None
+        self._error: Exception | None = None
+
+    # -- in the event loop's thread --------------------------------------------------------------------
+
+    async def run(self) -> Message | None:
+        """Wait until the relay is over. Returns a message that came and is still to be handled, if any.
+
+        Otherwise read on; what has come of a frame is in the decoder. Cancelled, the relay is over.
+
+        Raises:
+            RemoteProtocolError, LinkClosed: as receiving does.
+        """
+        self._express.lend(self.revoke)
+        self._scheduler.post(self._begin)
+        try:
+            frames = -1
+            while not self._is_over and frames != self._frames:
+                frames = self._frames
+                with trio.move_on_after(SILENCE_SECS):
+                    await self._over.wait()
+        finally:
+            self.revoke()
+        if self._error is not None:
+            raise self._error
+        return self._message
+
+    def revoke(self) -> None:
+        """End the relay; when this returns, the engine's thread takes no further frame. Never waits long."""
+        with self._lock:
+            if not self._is_over:
+                self._is_over = True
+                self._scheduler.post(lambda _: self._inbox.unwatch(self._descriptor, self._ready))
+            self._over.set()
+            self._express.give_back()
+
+    # -- in the engine's thread ------------------------------------------------------------------------
+
+    def _begin(self, _: StageEngine) -> None:
+        with self._lock:
+            if not self._is_over:  # after that, the descriptor may be another one's
+                self._inbox.watch(self._descriptor, self._ready)
+
+    def _ready(self) -> bool:
+        """Something can be received. False once the relay is over."""
+        with self._lock:
+            if self._is_over:
+                return False
+            try:
+                goes_on = self._receive()
+            except Exception as exc:
+                self._error = exc
+                goes_on = False
+            if not goes_on:
+                self._is_over = True
+                self._scheduler.tell(self._over.set)
+            return goes_on
+
+    def _receive(self) -> bool:
+        """Take what has arrived; begin the step of a whole frame. False where that is not ours to do."""
+        decoder, ready = self._decoder, True
+        while (message := decoder.next_message()) is None:
+            count = self._link.receive_nowait(decoder.get_buffer(), ready=ready)
+            if count is None:
+                return True
+            if count == 0:
+                return False  # the reader meets the end again
+            ready = False
+            decoder.buffer_updated(count)
+            if not self._memory.is_small():
+                return False
+        self._memory.forget()
+        self._frames += 1
+        express = self._steps.go_on(message, self._express, self.revoke)
+        if express is None:
+            self._message = message
+            return False
+        self._express = express
+        return decoder.at_boundary

@@ -1,0 +1,234 @@
+"""Decode steps that the engine's thread receives itself, and how the event loop gets its link back."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from skippy.config import Endpoint
+from skippy.engine import EngineError
+from skippy.frontend.generation import GenerationError, GenerationRequest
+from skippy.protocol import Message, MessageKind, Reply, default_state, encode_frame
+from skippy.stage.express import Express
+from skippy.stage.inbox import Inbox
+from skippy.stage.links import TcpTransport
+from skippy.stage.relay import Relay
+from skippy.stage.steps import Steps
+from skippy.stage.writer import LinkWriter
+from tests.stage.test_chain import (
+    PROMPT,
+    exhaust,
+    generate,
+    generator_over,
+    unsplit_tokens,
+    wait_for_sequences,
+)
+from tests.support.cluster import toy_cluster
+from tests.support.driver import Driver, driver_of
+
+K = MessageKind
+LAST = len(PROMPT) - 1
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """For each message that a relay has brought: the stage, and whether the engine's thread began it."""
+    seen: list[tuple[int, bool]] = []
+    original = Steps.go_on
+
+    def go_on(self: Steps, message: Message, express: Express, on_urgent: Any) -> Express | None:
+        assert threading.current_thread() is not threading.main_thread()
+        following = original(self, message, express, on_urgent)
+        seen.append((self._context.stage_index, following is not None))
+        return following
+
+    monkeypatch.setattr(Steps, "go_on", go_on)
+    return seen
+
+
+async def test_steps_behind_the_first_are_the_engines_own(taken: list[tuple[int, bool]]) -> None:
+    """Of a request's steps the event loop of a stage sees the first, and what ends the relay: Stop."""
+    with trio.fail_after(20):
+        async with (
+            toy_cluster(3, transport=TcpTransport()) as cluster,
+            generator_over(cluster, lanes=1) as generator,
+        ):
+            for _ in range(2):
+                tokens = await generate(generator, GenerationRequest(prompt=PROMPT, max_tokens=8))
+                assert tokens == unsplit_tokens(PROMPT, 8)
+            await wait_for_sequences(cluster)
+        # Seven of eight steps follow another one, and Stop ends the relay. A stage may see one more in its
+        # event loop, while what comes before it, acknowledgements or the return stream, is still settling.
+        for stage in (1, 2):
+            assert 12 <= taken.count((stage, True)) <= 14
+            assert taken.count((stage, False)) == 2
+        assert not any(stage == 0 for stage, _ in taken)
+
+
+async def decode_in_pieces(driver: Driver, position: int, token: int, cut: int) -> int:
+    """A decode step whose frame comes in two pieces."""
+    state = default_state(K.DECODE_EMBD)
+    message = Message(
+        K.DECODE_EMBD,
+        type(state)(
+            phase=state.phase,
+            prompt_token_count=driver.prompt_tokens,
+            decode_step=driver.step(position),
+            current_token=token,
+        ),
+        pos_start=position,
+        token_count=1,
+        request_id=driver.request_id,
+        session_id=driver.request_id + 1,
+        tokens=(token,),
+    )
+    frame = b"".join(bytes(part) for part in encode_frame(message, driver.stage.info.input_width))
+    await driver.link.send([frame[:cut]])
+    await trio.testing.wait_all_tasks_blocked()
+    await driver.link.send([frame[cut:]])
+    return (await driver.reply()).predicted
+
+
+@pytest.mark.parametrize("cut", [1, 4, 71, 72, 74])
+async def test_a_frame_may_come_in_pieces(cut: int, taken: list[tuple[int, bool]]) -> None:
+    expected = unsplit_tokens(PROMPT, 4)
+    with trio.fail_after(20):
+        async with toy_cluster(1, transport=TcpTransport()) as cluster, driver_of(cluster) as driver:
+            await driver.start(PROMPT)
+            for step, token in enumerate([PROMPT[-1], *expected[:-1]]):
+                assert await decode_in_pieces(driver, LAST + step, token, cut) == expected[step]
+            assert await driver.ask(K.STOP) == Reply.ack()
+            await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+async def test_an_engine_failure_on_the_way_ends_the_request_alone(
+    broken: int, taken: list[tuple[int, bool]]
+) -> None:
+    with trio.fail_after(20):
+        async with (
+            toy_cluster(3, transport=TcpTransport()) as cluster,
+            generator_over(cluster, lanes=1) as generator,
+        ):
+            request = GenerationRequest(prompt=PROMPT, max_tokens=200)
+            async with generator.generate(request) as stream:
+                for _ in range(5):
+                    await stream.__anext__()
+                cluster.engines[broken].fail_next = EngineError("out of luck")
+                with pytest.raises(GenerationError, match="out of luck"):
+                    await exhaust(stream)
+            assert (broken, True) in taken
+            short = GenerationRequest(prompt=PROMPT, max_tokens=8)
+            assert await generate(generator, short) == unsplit_tokens(PROMPT, 8)
+            await wait_for_sequences(cluster)
+
+
+async def test_a_revoked_relay_takes_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the revocation meets the event loop, and the right to send is back."""
+    relays: list[Relay] = []
+    original = Relay.run
+
+    async def run(self: Relay) -> Message | None:
+        relays.append(self)
+        return await original(self)
+
+    monkeypatch.setattr(Relay, "run", run)
+    expected = unsplit_tokens(PROMPT, 40)
+    with trio.fail_after(20):
+        async with (
+            toy_cluster(2, transport=TcpTransport()) as cluster,
+            generator_over(cluster, lanes=1) as generator,
+        ):
+            async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=40)) as stream:
+                tokens = []
+                async for token in stream:
+                    tokens.append(token)
+                    for relay in relays[-2:]:
+                        relay.revoke()
+            assert tokens == expected
+            assert len(relays) > 10
+            await wait_for_sequences(cluster)
+
+
+async def test_what_is_put_behind_a_loan_revokes_it_and_leaves() -> None:
+    with trio.fail_after(5):
+        transport = TcpTransport()
+        listener = await transport.listen(Endpoint("127.0.0.1", 0))
+        dialled = await transport.connect(listener.endpoint)
+        accepted = await listener.accept()
+        writer = LinkWriter(dialled)
+        reservation = writer.reserve()
+        assert reservation is not None
+        express = Express(reservation, lambda *_: [b"a"], lambda _: None)
+        express.lend(express.give_back)
+        express.settle(None)
+        following = express.followed_by(lambda *_: [b"b"])
+        following.lend(following.give_back)
+        following.settle(None)
+        assert writer.reserve() is None  # on loan still
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(writer.run)
+            writer.put([b"c"])
+            buffer = memoryview(bytearray(1))
+            assert await accepted.receive_into(buffer) == 1
+            assert bytes(buffer) == b"c"
+            await writer.wait_flushed()
+            assert writer.reserve() is not None
+            nursery.cancel_scope.cancel()
+        for end in (dialled, accepted, listener):
+            end.close()
+
+
+def test_an_inbox_calls_who_can_receive_until_they_say_no() -> None:
+    inbox = Inbox()
+    near, far = socket.socketpair()
+    calls: list[bytes] = []
+
+    def ready() -> bool:
+        calls.append(near.recv(1))
+        return len(calls) < 2
+
+    inbox.watch(near.fileno(), ready)
+    assert inbox.watching
+    far.send(b"abc")
+    inbox.wait(5.0, has_work=lambda: False)
+    inbox.wait(5.0, has_work=lambda: False)
+    assert calls == [b"a", b"b"]
+    assert not inbox.watching
+    near.close()
+    far.close()
+    inbox.close()
+
+
+def test_an_inbox_wakes_for_work_and_leaves_closed_sockets_alone() -> None:
+    inbox = Inbox()
+    near, far = socket.socketpair()
+    number = near.fileno()
+
+    def ready() -> bool:
+        raise AssertionError("nothing has come")
+
+    inbox.watch(number, ready)
+    inbox.wait(None, has_work=lambda: True)  # does not sleep
+    waker = threading.Thread(target=_wake_until, args=(inbox, woken := threading.Event()))
+    waker.start()
+    inbox.wait(None, has_work=lambda: False)
+    woken.set()
+    waker.join()
+    near.close()
+    inbox.unwatch(number, ready)
+    inbox.unwatch(number, ready)
+    assert not inbox.watching
+    far.close()
+    inbox.close()
+    inbox.wake()
+
+
+def _wake_until(inbox: Inbox, woken: threading.Event) -> None:
+    while not woken.wait(0.001):
+        inbox.wake()
