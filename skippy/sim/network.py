@@ -52,7 +52,7 @@ class SimLink(Link):
     async def receive_into(self, buffer: memoryview) -> int:
         return await self._in.read(buffer)
 
-    def receive_nowait(self, buffer: memoryview) -> int | None:
+    def receive_nowait(self, buffer: memoryview, *, ready: bool = False) -> int | None:
         return self._in.read_nowait(buffer)
 
     def close(self) -> None:
