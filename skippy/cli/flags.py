@@ -195,6 +195,30 @@ PREFILL_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
 """The same for the options that say how prompts are cut."""
 
 
+REPLAY_FLAGS = {
+    "replay_on_stage_loss": "--no-replay-on-stage-loss",
+    "replay_timeout_secs": "--replay-timeout-secs",
+}
+"""Options of an endpoint that are called alike in all commands."""
+replay_options = combine(
+    click.option(
+        REPLAY_FLAGS["replay_on_stage_loss"],
+        "replay_on_stage_loss",
+        flag_value=False,
+        default=True,
+        help="Fail a request whose lane is lost, instead of going on with it on another one.",
+    ),
+    click.option(
+        REPLAY_FLAGS["replay_timeout_secs"],
+        type=float,
+        default=attrs.fields(OpenAIOptions).replay_timeout_secs.default,
+        show_default=True,
+        metavar="SECONDS",
+        help="Longest wait of such a request for a lane through the whole chain; 0: no limit.",
+    ),
+)
+
+
 def _openai(prefix: str, name: str, kind: Any, metavar: str, text: str) -> Callable[[F], F]:
     key = name.replace("-", "_")
     if kind is bool:
@@ -226,6 +250,7 @@ def openai_options(prefix: str) -> Callable[[F], F]:
             help="Requests generated at once; default: lane_count.",
         ),
         *(_openai(prefix, *option) for option in (*ADMISSION_OPTIONS, *PREFILL_OPTIONS)),
+        replay_options,
         off(f"--{prefix}speculative-config", speculation),
     )
 

@@ -47,7 +47,8 @@ def refuse_idle_flags(openai: OpenAIOptions) -> None:
     """Refuse settings of an endpoint that is not asked for."""
     for field in attrs.fields(OpenAIOptions):
         if getattr(openai, field.name) != field.default:
-            raise click.UsageError(f"--openai-{field.name.replace('_', '-')} needs --openai-bind-addr")
+            flag = flags.REPLAY_FLAGS.get(field.name) or f"--openai-{field.name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} needs --openai-bind-addr")
 
 
 @click.command("serve-binary")

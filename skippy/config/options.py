@@ -213,6 +213,16 @@ class OpenAIOptions:
         "their own, later ones come in the stream.",
         default=10.0,
     )
+    replay_on_stage_loss: bool = key(
+        "When a lane is lost, go on with its request on another one: prompt and generated tokens are "
+        "computed again, and the client sees one unbroken answer. Off: the request fails.",
+        default=True,
+    )
+    replay_timeout_secs: float = key(
+        "How long such a request waits for a lane through the whole chain before it fails after all; 0: as "
+        "long as the client waits.",
+        default=60.0,
+    )
     prefill_chunk_policy: ChunkPolicyName = key(
         "How a prompt is cut: `fixed`: into chunks of prefill_chunk_size; `schedule`: of "
         "prefill_chunk_schedule, whose last size repeats; `adaptive-ramp` (or `adaptive`): from "
@@ -248,7 +258,7 @@ class OpenAIOptions:
 
     def _check_admission(self) -> None:
         require_range(self, 1, I32_MAX, "generation_queue_capacity", "adaptive_generation_min_concurrency")
-        for name in ("generation_admission_timeout_secs", "stream_keep_alive_secs"):
+        for name in ("generation_admission_timeout_secs", "stream_keep_alive_secs", "replay_timeout_secs"):
             secs = getattr(self, name)
             require(0 <= secs <= MAX_WAIT_SECS, f"{name}: is {secs:g}, must be 0 to {MAX_WAIT_SECS}")
         least, most = self.adaptive_generation_min_concurrency, self.generation_concurrency
@@ -259,6 +269,12 @@ class OpenAIOptions:
         require(
             least is None or most is None or least <= most,
             f"adaptive_generation_min_concurrency: is {least}, above generation_concurrency {most}",
+        )
+
+        default = attrs.fields(OpenAIOptions).replay_timeout_secs.default
+        require(
+            self.replay_on_stage_loss or self.replay_timeout_secs == default,
+            "replay_timeout_secs: has no effect without replay_on_stage_loss",
         )
 
     def _check_chunks(self) -> None:

@@ -58,12 +58,19 @@ def check_settings(settings: SamplingConfig, vocab_size: int) -> None:
             raise ValueError(f"{name} must be at least -1, not {getattr(settings, name)}")
     if settings.dry_allowed_length < 0:
         raise ValueError(f"dry_allowed_length must be at least 0, not {settings.dry_allowed_length}")
-    if settings.mirostat_mode != 0:
-        raise ValueError(
-            f"mirostat_mode {settings.mirostat_mode} is not supported: mirostat keeps state between draws, "
-            "which replay cannot restore; use 0"
-        )
+    if (state := state_between_draws(settings)) is not None:
+        raise ValueError(f"mirostat_mode {settings.mirostat_mode} is not supported: {state}; use 0")
     _check_lists(settings, vocab_size)
+
+
+def state_between_draws(settings: SamplingConfig) -> str | None:
+    """Why a draw depends on more than logits, tokens, seed and number, so that no replay repeats it; or None.
+
+    Only of an enabled sampling block.
+    """
+    if settings.enabled and settings.mirostat_mode != 0:
+        return "mirostat keeps state between draws, which replay cannot restore"
+    return None
 
 
 def _check_lists(settings: SamplingConfig, vocab_size: int) -> None:

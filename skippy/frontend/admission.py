@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,11 @@ class _Waiter:
 
 
 class Admission:
-    """A generation's right to run: lane, cache positions and deadline. Enter :meth:`running` once."""
+    """A generation's right to run: lane, cache positions and deadline. Enter :meth:`running` once.
+
+    Attributes:
+        lane: the lane, which :meth:`replace_lane` changes.
+    """
 
     def __init__(self, gate: AdmissionGate, lane: PooledLane, work: Work) -> None:
         self._gate = gate
@@ -77,6 +82,17 @@ class Admission:
             raise
         finally:
             self._gate.leave(self, finished=finished, failed=failed)
+
+    async def replace_lane(self) -> None:
+        """Wait for another lane in place of one that has ended, ahead of all who wait for their first.
+
+        The cache positions are kept meanwhile, and the work's deadline stands still.
+        """
+        self.work.suspend()
+        try:
+            await self._gate.replace_lane(self)
+        finally:
+            self.work.resume()
 
     def _timed_out(self) -> WorkTimedOut:
         reason = f"the generation made no progress for {self.work.limit_secs:g} s"
@@ -110,6 +126,7 @@ class AdmissionGate:
             least = options.adaptive_generation_min_concurrency or 1
             self._controller = ConcurrencyController(least, pool.size)
         self._line: WaitingLine[_Waiter] = WaitingLine()
+        self._replacing: deque[tuple[Admission, trio.Event]] = deque()
         self._preparing = 0
         self._running: set[Admission] = set()
         self._reserved: dict[PooledLane, int] = {}
@@ -194,8 +211,9 @@ class AdmissionGate:
         work, now = admission.work, trio.current_time()
         self._running.remove(admission)
         self._done_tokens += work.done_tokens
-        admission.lane.work = None
-        admission.lane.give_back()
+        self._give_back(admission.lane)
+        if work.replayed:
+            finished = False  # what it took says nothing about others
         if finished and work.first_token_at is not None:
             prefill, decode = work.first_token_at - work.began, now - work.first_token_at
             self._rates.observe(work.demand, 1000 * prefill, work.generated, 1000 * decode)
@@ -234,8 +252,37 @@ class AdmissionGate:
         self._free_tokens -= demand.tokens
         return admission
 
+    async def replace_lane(self, admission: Admission) -> None:
+        """As :meth:`Admission.replace_lane`."""
+        place = admission, trio.Event()
+        self._replacing.append(place)
+        try:
+            self._elect()
+            await place[1].wait()
+        finally:
+            if place in self._replacing:
+                self._replacing.remove(place)
+
+    def _move(self, admission: Admission, lane: PooledLane) -> None:
+        """Let a generation go on with this lane instead of one that has ended."""
+        lost, admission.lane, lane.work = admission.lane, lane, admission.work
+        self._reserved[lane] = self._reserved.pop(lost)
+        lost.work = None
+        lost.give_back()
+
+    def _give_back(self, lane: PooledLane) -> None:
+        """Nobody runs on it any more; its cache positions are free once it is idle or has ended."""
+        lane.work = None
+        lane.give_back()
+        if lane.ended:
+            self._free_tokens += self._reserved.pop(lane)
+
     def _elect(self) -> None:
-        """Admit those whose turn it is."""
+        """Hand out lanes to those whose turn it is."""
+        while self._replacing and (lane := self._pool.take()) is not None:
+            admission, replaced = self._replacing.popleft()
+            self._move(admission, lane)
+            replaced.set()
         while self._line and self._pool.idle and len(self._running) < self.concurrency:
             waiter = self._line.take(self._free_tokens)
             if waiter is None:
@@ -245,8 +292,9 @@ class AdmissionGate:
             waiter.admitted.set()
 
     def _lanes_changed(self, lane: PooledLane) -> None:
-        """``lane`` has become idle or has ended: its cache positions are free."""
-        self._free_tokens += self._reserved.pop(lane, 0)
+        """``lane`` has become idle or has ended. Its cache positions are free if nobody runs on it."""
+        if lane.work is None:
+            self._free_tokens += self._reserved.pop(lane, 0)
         if self._connected != self._pool.ready:
             self._connected = not self._connected
             for waiter in self._line:

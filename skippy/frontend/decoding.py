@@ -36,12 +36,13 @@ Token = tuple[int, PositionLogProbabilities | None]
 
 
 class DecodeLoop:
-    """Tokens of one generation, in order, from the end of its prefill on.
+    """Tokens of one generation on one lane, in order, from the end of its prefill on.
 
     Call :meth:`begin` once, then :meth:`next` until it gives None; :meth:`stop` on every path.
 
     Args:
-        ids: the request's id and the session's.
+        pooled: the lane, leased; its frames bear ``pooled.request`` and ``pooled.generation``.
+        generated: how many tokens the generation had before, on lanes that were lost.
 
     Attributes:
         finish_reason: why there are no more tokens; None before that is known.
@@ -52,18 +53,20 @@ class DecodeLoop:
         pooled: PooledLane,
         request: GenerationRequest,
         vocabulary: Vocabulary,
-        ids: tuple[int, int],
         telemetry: Telemetry,
+        generated: int = 0,
     ) -> None:
         self._pooled = pooled
         self._request = request
         self._vocabulary = vocabulary
-        self._ids = ids
+        assert pooled.request is not None
+        self._ids = pooled.request
+        self._generation = pooled.generation
         self._telemetry = telemetry
         sampling = request.sampling
         self._ignores_eos = sampling is not None and sampling.ignores_eos
         self._tokens: deque[Token] = deque()
-        self._predicted = 0
+        self._predicted = generated
         self._held: int | None = None
         """The token whose step does not begin before the reader has taken one."""
         self._unsent: Message | None = None
@@ -75,9 +78,12 @@ class DecodeLoop:
         self._reader: trio.lowlevel.Task | None = None
         self.finish_reason: FinishReason | None = None
 
-    def begin(self) -> None:
-        """Begin the first step. Never waits."""
-        self._step(self._request.prompt[-1])
+    def begin(self, first: PendingReply | None = None) -> None:
+        """Begin the first step, unless it has begun and ``first`` is its prediction's place. Never waits."""
+        if first is None:
+            self._step(self._request.prompt[-1])
+        else:
+            first.then(self._arrived)
 
     def stop(self) -> None:
         """Begin no further step. Never waits; a step that has begun ends by itself."""
@@ -128,7 +134,13 @@ class DecodeLoop:
         # Spelled out: this runs for every token.
         message = Message(
             MessageKind.DECODE_EMBD,
-            StageState(phase=_STATE.phase, prompt_token_count=count, decode_step=step, current_token=token),
+            StageState(
+                phase=_STATE.phase,
+                checkpoint_generation=self._generation,
+                prompt_token_count=count,
+                decode_step=step,
+                current_token=token,
+            ),
             pos_start=count - 1 + step,
             token_count=1,
             request_id=self._ids[0],

@@ -10,16 +10,13 @@ import attrs
 
 from skippy.config import OpenAIOptions
 from skippy.engine import Vocabulary
-from skippy.protocol import (
-    PositionLogProbabilities,
-)
+from skippy.protocol import PositionLogProbabilities
 from skippy.stage import LaneLost, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
-from .admission import AdmissionGate
-from .decoding import DecodeLoop
+from .admission import Admission, AdmissionGate
+from .decoding import DecodeLoop, Token
 from .generation import (
-    ChainUnavailable,
     ContextLengthExceeded,
     FinishReason,
     GenerationError,
@@ -28,6 +25,7 @@ from .generation import (
 )
 from .lanes import LanePool, PooledLane
 from .prefill import Prefill
+from .recovery import Recovery
 
 
 def random_id() -> int:
@@ -59,6 +57,7 @@ class ChainGenerator:
         if vocabulary is None or not stage.info.is_first:
             raise ValueError("only the stage that owns layer 0 can serve generations")
         self._stage = stage
+        self._options = options
         self._pool = pool
         self._model_id = model_id
         self._new_id = new_id
@@ -100,9 +99,15 @@ class ChainGenerator:
         telemetry = self._stage.context.telemetry
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
             admission = await self._gate.acquire(count, request.max_tokens)
-        with admission.running() as pooled:
+        with admission.running():
             stream = ChainStream(
-                pooled, request, self._vocabulary, self.prefill, telemetry, new_id=self._new_id
+                admission,
+                request,
+                self._vocabulary,
+                self.prefill,
+                self._options,
+                telemetry,
+                new_id=self._new_id,
             )
             with telemetry.span(
                 names.STAGE_OPENAI_DECODE, level=Level.SUMMARY, prompt_token_count=count
@@ -110,36 +115,45 @@ class ChainGenerator:
                 try:
                     yield stream
                 finally:
-                    stream.stop()
+                    stream.close()
                     span["completion_token_count"] = stream.generated
                     span["finish_reason"] = stream.finish_reason
-                    self.prefill.ended(pooled)
 
 
 class ChainStream:
-    """The tokens of one generation. Cancelling an iteration step ends the generation."""
+    """The tokens of one generation. Cancelling an iteration step ends the generation.
+
+    A lane that is lost in the middle is replaced (:mod:`skippy.frontend.recovery`): the tokens go on.
+
+    Attributes:
+        generated: tokens so far.
+    """
 
     def __init__(
         self,
-        pooled: PooledLane,
+        admission: Admission,
         request: GenerationRequest,
         vocabulary: Vocabulary,
         prefill: Prefill,
+        options: OpenAIOptions,
         telemetry: Telemetry,
         *,
         new_id: Callable[[], int] = random_id,
     ) -> None:
-        self._pooled = pooled
+        self._admission = admission
         self._request = request
         self._vocabulary = vocabulary
         self._prefill = prefill
         self._telemetry = telemetry
-        self._prefilled = False
+        self._new_id = new_id
+        self._request_id = new_id()
+        self._recovery = Recovery(admission, options, telemetry, self._request_id, request.sampling)
+        self._decoding: DecodeLoop | None = None
+        """On the present lane; None before its prompt is in."""
+        self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._logprobs: PositionLogProbabilities | None = None
-        self.generated = 0
-        pooled.request = (new_id(), new_id())
-        self._decoding = DecodeLoop(pooled, request, vocabulary, pooled.request, telemetry)
+        self._begin_session(admission.lane, 0)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -149,30 +163,73 @@ class ChainStream:
     def logprobs(self) -> PositionLogProbabilities | None:
         return self._logprobs
 
+    @property
+    def generated(self) -> int:
+        return len(self._tokens)
+
     def __aiter__(self) -> ChainStream:
         return self
 
     async def __anext__(self) -> int:
         try:
-            if not self._prefilled:
-                await self._prefill.run(self._pooled, self._request)
-                self._prefilled = True
-                self._decoding.begin()
-            step = await self._decoding.next()
+            try:
+                step = await (self._decoding or await self._feed()).next()
+            except LaneLost as lost:
+                step = await self._replay(lost)
         except SettingsRefused as exc:
             raise InvalidSampling(str(exc)) from exc
-        except LaneLost as exc:
-            raise ChainUnavailable(f"a stage of the chain was lost: {exc}") from exc
         except StageError as exc:
             raise GenerationError(str(exc)) from exc
         if step is None:
+            assert self._decoding is not None
             self._finish_reason = self._decoding.finish_reason
             raise StopAsyncIteration
         token, self._logprobs = step
-        self.generated += 1
-        self._pooled.token_received()
+        self._tokens.append(token)
+        self._admission.lane.token_received()
         return token
 
+    async def _feed(self) -> DecodeLoop:
+        """Put all that is known of the generation into its lane, and begin to decode."""
+        lane, request, prefill = self._admission.lane, self._request, self._prefill
+        if not self._recovery.count:
+            await prefill.configure(lane, request)
+        first = await prefill.run(lane, request, self._tokens)
+        self._decoding = DecodeLoop(lane, request, self._vocabulary, self._telemetry, self.generated)
+        self._decoding.begin(first)
+        return self._decoding
+
+    async def _replay(self, lost: LaneLost) -> Token | None:
+        """What comes next, from another lane."""
+        while True:
+            self.stop()
+            self._decoding = None
+            await self._recovery.take_lane(lost, self.generated, self._configure)
+            try:
+                step = await (await self._feed()).next()
+            except LaneLost as again:
+                lost = again
+            else:
+                self._recovery.caught_up()
+                return step
+
+    async def _configure(self, lane: PooledLane) -> None:
+        self._begin_session(lane, self._recovery.count + 1)
+        place = await self._prefill.configure(lane, self._request)
+        await place.wait()
+
+    def _begin_session(self, lane: PooledLane, generation: int) -> None:
+        """Name what runs on a lane. What comes too late for a lost one must not meet its name again."""
+        lane.request = self._request_id, self._new_id()
+        lane.generation = generation
+
     def stop(self) -> None:
-        """Begin no further decode step. Never waits."""
-        self._decoding.stop()
+        """Begin no further decode step on the present lane. Never waits."""
+        if self._decoding is not None:
+            self._decoding.stop()
+        self._prefill.ended(self._admission.lane)
+
+    def close(self) -> None:
+        """The generation is over. Never waits."""
+        self.stop()
+        self._recovery.close()

@@ -53,6 +53,12 @@ class ChainUnavailable(GenerationError):
     code = "service_unavailable"
 
 
+class ReplayRefused(ChainUnavailable):
+    """A stage was lost, and this generation cannot be replayed; the text says what in it forbids that."""
+
+    code = "replay_refused"
+
+
 class TooManyRequests(GenerationError):
     """All lanes are busy, and the queue is full or the wait too long; worth another try later."""
 

@@ -56,8 +56,12 @@ class PooledLane:
         self.replies = replies
         self.request: tuple[int, int] | None = None
         """(request_id, session_id) of the generation that uses it; None before its first message."""
+        self.generation = 0
+        """checkpoint_generation of the frames of that generation: raised with each replay."""
         self.work: Work | None = None
         """The generation's progress, where it was admitted by a gate."""
+        self.ended = False
+        """It has left the pool for good."""
         self._returned = trio.Event()
 
     def give_back(self) -> None:
@@ -199,6 +203,7 @@ class LanePool:
                 await self._circulate(pooled)
             finally:
                 self._connected -= 1
+                pooled.ended = True
                 if pooled in self._idle:
                     self._idle.remove(pooled)
                 self._tell(pooled)

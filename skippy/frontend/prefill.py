@@ -1,8 +1,11 @@
-"""Prompts on their way into the chain: settings first, then chunk after chunk."""
+"""Prompts on their way into the chain: settings first, then chunk after chunk.
+
+Where a generation is taken up again on another lane, what it had generated follows the prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -10,9 +13,9 @@ import attrs
 from skippy.config import OpenAIOptions
 from skippy.protocol import Message, MessageKind, ReplyStats, default_state
 from skippy.stage import GenerationSettings, PendingReply, Stage
-from skippy.telemetry import Level, Span, names
+from skippy.telemetry import Level, Span, Telemetry, names
 
-from .chunks import PrefillEstimate, make_policy
+from .chunks import ChunkPolicy, PrefillEstimate, make_policy
 from .generation import GenerationRequest
 from .lanes import PooledLane
 
@@ -29,26 +32,55 @@ class Prefill:
         self._decoding: set[PooledLane] = set()
         self.estimate = PrefillEstimate()
 
-    async def run(self, pooled: PooledLane, request: GenerationRequest) -> None:
-        """Send the settings and every prompt token but the last; that one is the first decode step.
+    async def configure(self, pooled: PooledLane, request: GenerationRequest) -> PendingReply:
+        """Send the request's settings; the place of their acknowledgement.
 
-        The answer to the settings is not waited for: the replies of a lane come in order, so a lane that
-        refuses them ends, and the first prediction with it.
+        It need not be waited for: the replies of a lane come in order, so a lane that refuses the settings
+        ends, and the first prediction with it. Cancellation: they may have been taken here and not further
+        down.
+        """
+        return await _send(
+            pooled,
+            MessageKind.CONFIGURE_GENERATION,
+            prompt_token_count=len(request.prompt),
+            sampling=request.sampling,
+            chat_sampling_metadata=GenerationSettings(request.top_logprobs).to_metadata(),
+        )
+
+    async def run(
+        self, pooled: PooledLane, request: GenerationRequest, generated: Sequence[int] = ()
+    ) -> PendingReply | None:
+        """Send, behind the settings, every prompt token but the last; that one is the first decode step.
+
+        With ``generated``, which a lane that was lost had come to, the whole prompt and then those are sent.
+        The last stage takes all of them into its sampler and draws only what follows the last one: returns
+        the place of that prediction.
 
         Cancellation: between two chunks, or in one that may have run here and not further down.
         """
         prompt = request.prompt
         request_id, _ = pooled.request or (0, 0)
+        place = None
         with self._telemetry.span(names.STAGE_OPENAI_PREFILL, request_id=request_id) as span:
-            await _send(
-                pooled,
-                MessageKind.CONFIGURE_GENERATION,
-                prompt_token_count=len(prompt),
-                sampling=request.sampling,
-                chat_sampling_metadata=GenerationSettings(request.top_logprobs).to_metadata(),
-            )
-            await self._send_chunks(pooled, prompt[:-1], span)
+            prefilled = prompt if generated else prompt[:-1]
+            feed = self._feed(pooled, len(prefilled) + len(generated))
+            await feed.prefill(prefilled)
+            if generated:
+                place = await feed.replay(len(prompt), generated)
+                span["replayed_token_count"] = len(generated)
+            if self._telemetry.enabled(Level.DEBUG):
+                self._describe(span, feed.sizes, feed.times)
         self._decoding.add(pooled)
+        return place
+
+    def _feed(self, pooled: PooledLane, total: int) -> _Feed:
+        policy = make_policy(self._options, single_stage=self._single_stage, safe=self._safe)
+        self.estimate.seed(policy)
+
+        def size(index: int) -> int:
+            return min(policy.size(index, total, live_decodes=bool(self._decoding)), self._max_chunk)
+
+        return _Feed(pooled, policy, size, self._telemetry)
 
     def ended(self, pooled: PooledLane) -> None:
         """The generation on this lane is over, or never came to its decode steps."""
@@ -71,43 +103,6 @@ class Prefill:
             edge_activation_bytes=stats.prefill_edge_activation_bytes_max,
             observations=estimate.observations,
         )
-
-    async def _send_chunks(self, pooled: PooledLane, tokens: Sequence[int], span: Span) -> None:
-        policy = make_policy(self._options, single_stage=self._single_stage, safe=self._safe)
-        self.estimate.seed(policy)
-        lane, total = pooled.lane, len(tokens)
-        start, sizes, times = 0, list[int](), list[_ChunkTimes]()
-        while start < total:
-            size = policy.size(len(sizes), total, live_decodes=bool(self._decoding))
-            chunk = tokens[start : start + min(size, self._max_chunk)]
-            with self._telemetry.span(
-                names.STAGE_OPENAI_PREFILL_CHUNK,
-                seq_id=len(sizes),
-                pos_start=start,
-                token_count=len(chunk),
-                prefill_credit_limit=lane.machine.credit.limit,
-                prefill_pending_replies_before=lane.machine.credit.outstanding,
-            ) as chunk_span:
-                await _send(
-                    pooled,
-                    MessageKind.PREFILL_EMBD,
-                    seq_id=len(sizes),
-                    pos_start=start,
-                    tokens=chunk,
-                    prompt_token_count=total,
-                    current_token=chunk[-1],
-                )
-                chunk_span["prefill_pending_replies_after"] = lane.machine.credit.outstanding
-                if (spent := lane.stats.take_times()) is not None:
-                    taken = _ChunkTimes(spent.compute_us / 1000, spent.write_us / 1000, spent.wait_us / 1000)
-                    policy.observe(*attrs.astuple(taken))
-                    times.append(taken)
-                    for name, value in attrs.asdict(taken).items():
-                        chunk_span[name] = value
-            sizes.append(len(chunk))
-            start += len(chunk)
-        if self._telemetry.enabled(Level.DEBUG):
-            self._describe(span, sizes, times)
 
     def _describe(self, span: Span, sizes: Sequence[int], times: Sequence[_ChunkTimes]) -> None:
         """What the whole prefill was like, as attributes of its span."""
@@ -136,6 +131,77 @@ class _ChunkTimes:
     downstream_wait_ms: float
 
 
+@attrs.define(slots=True)
+class _Feed:
+    """The rows of one request on their way into a lane.
+
+    Attributes:
+        size: tokens of the chunk of this number at most.
+        sizes, times: of the chunks so far.
+    """
+
+    _pooled: PooledLane
+    _policy: ChunkPolicy
+    _size: Callable[[int], int]
+    _telemetry: Telemetry
+    sizes: list[int] = attrs.field(factory=list)
+    times: list[_ChunkTimes] = attrs.field(factory=list)
+
+    async def prefill(self, tokens: Sequence[int]) -> None:
+        """Send the first tokens of the request."""
+        start = 0
+        while start < len(tokens):
+            chunk = tokens[start : start + self._size(len(self.sizes))]
+            number = len(self.sizes)
+            await self._send(
+                MessageKind.PREFILL_EMBD, start, chunk, seq_id=number, prompt_token_count=len(tokens)
+            )
+            start += len(chunk)
+
+    async def replay(self, prompt_tokens: int, generated: Sequence[int]) -> PendingReply:
+        """Send what was generated behind the prompt; the place of what follows it.
+
+        Step ``n`` executes the ``n``-th generated token, so a frame's step is that of its last one.
+        """
+        done = 0
+        while True:
+            chunk = generated[done : done + self._size(len(self.sizes))]
+            start, done = prompt_tokens + done, done + len(chunk)
+            ends = done == len(generated)
+            place = await self._send(
+                MessageKind.DECODE_REPLAY_FINAL_EMBD if ends else MessageKind.DECODE_REPLAY_EMBD,
+                start,
+                chunk,
+                prompt_token_count=prompt_tokens,
+                decode_step=done,
+            )
+            if ends:
+                return place
+
+    async def _send(self, kind: MessageKind, start: int, chunk: Sequence[int], **header: int) -> PendingReply:
+        lane = self._pooled.lane
+        with self._telemetry.span(
+            names.STAGE_OPENAI_PREFILL_CHUNK,
+            seq_id=len(self.sizes),
+            pos_start=start,
+            token_count=len(chunk),
+            prefill_credit_limit=lane.machine.credit.limit,
+            prefill_pending_replies_before=lane.machine.credit.outstanding,
+        ) as span:
+            place = await _send(
+                self._pooled, kind, pos_start=start, tokens=chunk, current_token=chunk[-1], **header
+            )
+            span["prefill_pending_replies_after"] = lane.machine.credit.outstanding
+            if (spent := lane.stats.take_times()) is not None:
+                taken = _ChunkTimes(spent.compute_us / 1000, spent.write_us / 1000, spent.wait_us / 1000)
+                self._policy.observe(*attrs.astuple(taken))
+                self.times.append(taken)
+                for name, value in attrs.asdict(taken).items():
+                    span[name] = value
+        self.sizes.append(len(chunk))
+        return place
+
+
 async def _send(
     pooled: PooledLane, kind: MessageKind, *, pos_start: int = 0, tokens: Sequence[int] = (), **header: Any
 ) -> PendingReply:
@@ -146,7 +212,7 @@ async def _send(
     return await pooled.handle(
         Message(
             kind,
-            attrs.evolve(default_state(kind), **header),
+            attrs.evolve(default_state(kind), checkpoint_generation=pooled.generation, **header),
             pos_start=pos_start,
             token_count=len(tokens),
             request_id=request_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import trio
@@ -20,6 +21,7 @@ class Work:
         began: when it got its lane.
         first_token_at: when its first token came, or None.
         generated: tokens so far.
+        replayed: it was taken up again on another lane, so its times say little about the next one's.
     """
 
     def __init__(self, demand: Demand, limit_secs: float) -> None:
@@ -29,6 +31,17 @@ class Work:
         self.scope = trio.CancelScope(deadline=self.began + limit_secs)
         self.first_token_at: float | None = None
         self.generated = 0
+        self.replayed = False
+
+    def suspend(self) -> None:
+        """It waits for another lane, within a time of its own."""
+        self.scope.deadline = math.inf
+
+    def resume(self) -> None:
+        """It has another lane."""
+        self.replayed = True
+        self._renewed = trio.current_time()
+        self.scope.deadline = self._renewed + self.limit_secs
 
     def renew(self) -> None:
         """A part of the work is done: a prefill chunk, for example."""

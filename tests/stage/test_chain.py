@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import trio
@@ -37,12 +38,14 @@ def unsplit_tokens(prompt: list[int], count: int, sampling: SamplingConfig | Non
 
 
 @contextlib.asynccontextmanager
-async def generator_over(cluster: Cluster, lanes: int = 2, chunk: int = 7) -> AsyncIterator[ChainGenerator]:
+async def generator_over(
+    cluster: Cluster, lanes: int = 2, chunk: int = 7, **options: Any
+) -> AsyncIterator[ChainGenerator]:
     pool = LanePool(cluster.first, lanes)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pool.serve)
         await pool.wait_ready()
-        yield ChainGenerator(cluster.first, pool, "toy", fixed_chunks(chunk))
+        yield ChainGenerator(cluster.first, pool, "toy", fixed_chunks(chunk, **options))
         nursery.cancel_scope.cancel()
 
 

@@ -75,7 +75,10 @@ async def test_a_fault_in_our_last_words_stays_in_its_connection(
         raise RuntimeError("a bug of ours")
 
     with trio.fail_after(20):
-        async with toy_cluster(3) as cluster, generator_over(cluster, lanes=2) as generator:
+        async with (
+            toy_cluster(3) as cluster,
+            generator_over(cluster, replay_on_stage_loss=False) as generator,
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr("skippy.stage.upstream._say_last", fail)
                 cluster.engines[broken].fail_next = EngineError("out of luck")
@@ -100,7 +103,10 @@ async def test_a_refused_setting_is_reported_as_such_on_a_chain_of_one() -> None
 async def test_a_lost_link_fails_the_request_and_lanes_are_replaced() -> None:
     transport = CuttableTransport()
     with trio.fail_after(30):
-        async with toy_cluster(3, transport=transport) as cluster, generator_over(cluster) as generator:
+        async with (
+            toy_cluster(3, transport=transport) as cluster,
+            generator_over(cluster, replay_on_stage_loss=False) as generator,
+        ):
             async with generator.generate(REQUEST) as stream:
                 await stream.__anext__()
                 transport.cut()

@@ -28,7 +28,7 @@ from tests.stage.test_chain_over_links import REQUEST
 from tests.stage.test_lane_ends import check_serves
 from tests.support.admission import lane_request
 from tests.support.attacks import run_attacks, vectors
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import NO_REPLAY, Cluster, toy_cluster
 from tests.support.dialing import dial_stage
 from tests.support.hostile import Target, besieged
 from tests.support.scripted import scripted_peer
@@ -80,7 +80,7 @@ async def test_malformed_replies_cost_their_request_and_nothing_else(
     async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
         pool = LanePool(peer.stage, 1)
         nursery.start_soon(pool.serve)
-        generator = ChainGenerator(peer.stage, pool, "toy")
+        generator = ChainGenerator(peer.stage, pool, "toy", NO_REPLAY)
 
         async def answer(data: bytes) -> None:
             lane = await peer.accept()

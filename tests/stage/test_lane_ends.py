@@ -11,10 +11,13 @@ import trio
 import trio.testing
 
 from skippy.engine.toy_vocabulary import TOY_TOKENS
+from skippy.frontend.admission import Admission, AdmissionGate
 from skippy.frontend.driver import ChainGenerator, ChainStream
 from skippy.frontend.generation import ChainUnavailable, GenerationRequest, WorkTimedOut
 from skippy.frontend.lanes import LanePool, PooledLane
 from skippy.frontend.prefill import Prefill
+from skippy.frontend.queueing import Demand
+from skippy.frontend.work import Work as Generation
 from skippy.protocol import (
     Message,
     MessageKind,
@@ -41,7 +44,7 @@ from skippy.stage.work import Work
 from skippy.telemetry import NULL_TELEMETRY
 from tests.stage.test_chain import exhaust, unsplit_tokens
 from tests.support.admission import lane_request
-from tests.support.cluster import fixed_chunks, toy_cluster
+from tests.support.cluster import NO_REPLAY, fixed_chunks, toy_cluster
 from tests.support.dialing import dial_stage
 from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
 
@@ -63,7 +66,7 @@ async def check_serves(peer: ScriptedPeer, pool: LanePool) -> None:
     async with trio.open_nursery() as nursery:
         lane = await peer.accept()
         nursery.start_soon(serve_request, lane)
-        generator = ChainGenerator(peer.stage, pool, "toy")
+        generator = ChainGenerator(peer.stage, pool, "toy", NO_REPLAY)
         async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=2)) as stream:
             assert [token async for token in stream] == [65, 66]
 
@@ -87,7 +90,7 @@ async def test_a_fault_of_our_own_in_one_lane(
         with monkeypatch.context() as patch:
             patch.setattr(Lane, "wait_settled", lambda _: 1 / 0)
             await leave_with_owed_prediction(peer, pool)
-        generator = ChainGenerator(peer.stage, pool, "toy")
+        generator = ChainGenerator(peer.stage, pool, "toy", NO_REPLAY)
         with pytest.raises(ChainUnavailable, match="fault of this program"):
             async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=2)):
                 pass
@@ -104,14 +107,23 @@ async def lease(pool: LanePool) -> PooledLane:
     return pooled
 
 
+def stream_on(
+    peer: ScriptedPeer, pool: LanePool, pooled: PooledLane, request: GenerationRequest
+) -> ChainStream:
+    """A generation on a lane that no gate has handed out."""
+    assert peer.stage.vocabulary is not None
+    options = fixed_chunks(64, replay_on_stage_loss=False)
+    work = Generation(Demand(len(request.prompt), request.max_tokens), limit_secs=60)
+    admission = Admission(AdmissionGate(pool, 512, options), pooled, work)
+    prefill = Prefill(peer.stage, options)
+    return ChainStream(admission, request, peer.stage.vocabulary, prefill, options, NULL_TELEMETRY)
+
+
 async def leave_with_owed_prediction(peer: ScriptedPeer, pool: LanePool) -> tuple[PooledLane, ScriptedLane]:
     """A lane whose request has left while its first prediction is still owed."""
     lane = await peer.accept()
     pooled = await lease(pool)
-    vocabulary = peer.stage.vocabulary
-    assert vocabulary is not None
-    request = GenerationRequest(prompt=PROMPT[:1], max_tokens=2)
-    stream = ChainStream(pooled, request, vocabulary, Prefill(peer.stage, fixed_chunks(64)), NULL_TELEMETRY)
+    stream = stream_on(peer, pool, pooled, GenerationRequest(prompt=PROMPT[:1], max_tokens=2))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.__anext__)
         await lane.configure()
@@ -159,10 +171,7 @@ async def test_an_acknowledgement_that_arrives_as_the_lane_ends(
         nursery.start_soon(pool.serve)
         lane = await peer.accept()
         pooled = await lease(pool)
-        request = GenerationRequest(prompt=PROMPT, max_tokens=2)
-        assert peer.stage.vocabulary is not None
-        prefill = Prefill(peer.stage, fixed_chunks(64))
-        stream = ChainStream(pooled, request, peer.stage.vocabulary, prefill, NULL_TELEMETRY)
+        stream = stream_on(peer, pool, pooled, GenerationRequest(prompt=PROMPT, max_tokens=2))
         async with trio.open_nursery() as requests:
 
             async def ask() -> None:
@@ -318,7 +327,7 @@ async def test_a_prediction_that_cannot_be_true_ends_the_lane(
     async with scripted_peer(inline=True) as peer, trio.open_nursery() as nursery:
         pool = LanePool(peer.stage, 1)
         nursery.start_soon(pool.serve)
-        generator = ChainGenerator(peer.stage, pool, "toy")
+        generator = ChainGenerator(peer.stage, pool, "toy", NO_REPLAY)
         lane = await peer.accept()
 
         async def lie() -> None:
@@ -365,10 +374,10 @@ async def test_a_lane_that_ends_as_the_engine_is_done(
     async with toy_cluster(1, inline=True) as cluster, trio.open_nursery() as nursery:
         pool = LanePool(cluster.first, 1)
         nursery.start_soon(pool.serve)
-        generator = ChainGenerator(cluster.first, pool, "toy")
+        generator = ChainGenerator(cluster.first, pool, "toy", NO_REPLAY)
         request = GenerationRequest(prompt=PROMPT, max_tokens=2)
         async with generator.generate(request) as stream:
-            lane = stream._pooled.lane
+            lane = stream._admission.lane.lane
             end_lane += [lane._execution.drop_session, functools.partial(lane.fail, LaneLost("gone"))]
             with pytest.raises(ChainUnavailable, match="gone"):
                 await exhaust(stream)

@@ -38,7 +38,7 @@ from skippy.stage.framing import receive_reply
 from skippy.stage.links import ConditionedTransport, Link, LinkClosed, MemoryTransport, TcpTransport
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import lane_request
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import NO_REPLAY, Cluster, toy_cluster
 from tests.support.scripted import ScriptedPeer, scripted_peer
 
 PROMPT = [256, *b"hello"]
@@ -106,7 +106,7 @@ class DeafTransport(TcpTransport):
 
 
 async def ask(peer: ScriptedPeer, pool: LanePool) -> None:
-    generator = ChainGenerator(peer.stage, pool, "toy")
+    generator = ChainGenerator(peer.stage, pool, "toy", NO_REPLAY)
     async with generator.generate(REQUEST) as stream:
         await stream.__anext__()
 

@@ -20,9 +20,13 @@ from skippy.telemetry import NULL_TELEMETRY, Telemetry
 LAYERS = 6
 
 
-def fixed_chunks(size: int) -> OpenAIOptions:
+NO_REPLAY = OpenAIOptions(replay_on_stage_loss=False)
+"""An endpoint whose requests end with the lane that they are on."""
+
+
+def fixed_chunks(size: int, **keys: Any) -> OpenAIOptions:
     """An endpoint that cuts every prompt into chunks of ``size``."""
-    return OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_size=size)
+    return OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_size=size, **keys)
 
 
 def toy_config(

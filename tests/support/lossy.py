@@ -1,0 +1,96 @@
+"""Memory links that break at a chosen frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import attrs
+
+from skippy.config import Endpoint
+from skippy.protocol import Buffer, MessageKind
+from skippy.stage.links import Link, LinkClosed, MemoryTransport
+
+Fate = Literal["lose", "deliver and break", None]
+"""Of a frame: the link breaks before it, or right behind it, or not."""
+HIGHEST_KIND: Final = max(MessageKind)
+
+
+@attrs.frozen
+class Frame:
+    """A frame that is about to be sent by the side that dialled: on a lane, or replies on a return stream.
+
+    Attributes:
+        port: of the endpoint that was dialled; in a toy cluster that of stage ``n`` is 20000 + ``n``.
+        kind: the frame's first word.
+        number: counts frames to this port, from 0.
+    """
+
+    port: int
+    kind: int
+    number: int
+
+
+class LossyTransport(MemoryTransport):
+    """Asks ``fate`` about each frame that a dialling side sends; handshakes are no frames.
+
+    Attributes:
+        frames: what has been sent.
+        links: what is connected, by port.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fate: Callable[[Frame], Fate] = lambda _: None
+        self.frames: list[Frame] = []
+        self.links: list[LossyLink] = []
+
+    async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
+        link = LossyLink(await super().connect(endpoint, source_host=source_host), endpoint.port, self)
+        self.links.append(link)
+        return link
+
+    def count(self, port: int) -> int:
+        return sum(frame.port == port for frame in self.frames)
+
+    def break_links(self, port: int) -> None:
+        """End all connections that were dialled to this port."""
+        for link in [link for link in self.links if link.port == port]:
+            link.close()
+
+
+class LossyLink(Link):
+    def __init__(self, inner: Link, port: int, transport: LossyTransport) -> None:
+        self._inner = inner
+        self._transport = transport
+        self.port = port
+
+    @property
+    def peer(self) -> str:
+        return self._inner.peer
+
+    async def send(self, buffers: Sequence[Buffer]) -> None:
+        kind = int.from_bytes(b"".join(map(bytes, buffers))[:4], "little", signed=True)
+        if not 0 < kind <= HIGHEST_KIND:
+            await self._inner.send(buffers)
+            return
+        frame = Frame(self.port, kind, self._transport.count(self.port))
+        fate = self._transport.fate(frame)
+        if fate == "lose":
+            self.close()
+            raise LinkClosed(f"{self.peer} was lost")
+        self._transport.frames.append(frame)
+        await self._inner.send(buffers)
+        if fate == "deliver and break":
+            self.close()
+
+    def send_nowait(self, buffers: Sequence[Buffer]) -> list[memoryview]:
+        return self._inner.send_nowait(buffers)
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        return await self._inner.receive_into(buffer)
+
+    def close(self) -> None:
+        self._inner.close()
+        if self in self._transport.links:
+            self._transport.links.remove(self)
