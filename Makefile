@@ -19,12 +19,13 @@ FUZZ_SECONDS ?= 60
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: help run test lint types imports unit bench fuzz mutants format docs clean
+.PHONY: help run test lint types imports unit bench soak faults fuzz mutants format docs clean
 
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
 	@echo "make test   lint, types, import rules and all tests"
 	@echo "make bench  measure the chain (ARGS=... for that), the server against llama.cpp's, hops and slow links"
+	@echo "make soak   clients that leave and break off, and stages that die: what is left? make faults: the failure table"
 	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
 	@echo "also: lint types imports unit format docs clean"
 
@@ -52,6 +53,13 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-model
 	$(BIN)/python -m bench.serving --quick
 	$(BIN)/python -m bench.hop --rounds 3
 	$(BIN)/python -m bench.wan --quick
+
+# docs/operations.md says what both look at. ARGS="--minutes 60" for a longer one.
+soak: $(VENV)/.stamp-bench $(VENV)/.stamp-model
+	$(BIN)/python -m bench.soak $(ARGS)
+
+faults: $(VENV)/.stamp-dev $(VENV)/.stamp-model
+	$(BIN)/python -m bench.faults $(ARGS)
 
 # The second half is coverage-guided and wants atheris, which is there for Linux. docs/fuzzing.md has figures.
 fuzz: $(VENV)/.stamp-dev
