@@ -25,8 +25,8 @@ from .lanes import PooledLane
 
 log = get_logger("skippy.frontend")
 
-MAX_REPLAYS: Final = 3
-"""Replays of one generation: it may be what the stage dies of."""
+MAX_FRUITLESS: Final = 3
+"""Replays of one generation, one after the other, that bring no token: it may be what the stage dies of."""
 
 
 class Recovery:
@@ -52,6 +52,8 @@ class Recovery:
         self._began_at: float | None = None
         """When the replay under way began; None while none is."""
         self.count = 0
+        self._fruitless = 0
+        """Replays since a token came."""
 
     async def take_lane(
         self, lost: LaneLost, generated: int, configure: Callable[[PooledLane], Awaitable[object]]
@@ -89,6 +91,7 @@ class Recovery:
                     latest = error
                 else:
                     self.count += 1
+                    self._fruitless += 1
                     return
         text = f"a stage of the chain was lost and not there again within {patience:g} s: {latest}"
         self.close(text)
@@ -97,10 +100,10 @@ class Recovery:
     def _check(self, lost: LaneLost, generated: int) -> None:
         if not self._options.replay_on_stage_loss:
             raise ChainUnavailable(f"a stage of the chain was lost: {lost}")
-        if self.count >= MAX_REPLAYS:
+        if self._fruitless >= MAX_FRUITLESS:
             raise ChainUnavailable(
-                f"a stage of the chain was lost {self.count + 1} times in this request, which is replayed "
-                f"{MAX_REPLAYS} times at most: {lost}"
+                f"a stage of the chain was lost again, after {MAX_FRUITLESS} replays of this request that "
+                f"brought no token: {lost}"
             )
         state = None if self._sampling is None else state_between_draws(self._sampling)
         if state is not None and generated:
@@ -110,6 +113,7 @@ class Recovery:
 
     def caught_up(self) -> None:
         """A token or the end has come: the replay, if one was under way, has done what it was for."""
+        self._fruitless = 0
         if self._began_at is not None:
             self._tell(names.STAGE_OPENAI_REPLAY_END)
             self._began_at = None

@@ -24,11 +24,13 @@ class Frame:
         port: of the endpoint that was dialled; in a toy cluster that of stage ``n`` is 20000 + ``n``.
         kind: the frame's first word.
         number: counts frames to this port, from 0.
+        link: counts connections to any port, from 0.
     """
 
     port: int
     kind: int
     number: int
+    link: int
 
 
 class LossyTransport(MemoryTransport):
@@ -36,7 +38,8 @@ class LossyTransport(MemoryTransport):
 
     Attributes:
         frames: what has been sent.
-        links: what is connected, by port.
+        links: what is connected.
+        connected: how many connections there have been.
     """
 
     def __init__(self) -> None:
@@ -44,9 +47,12 @@ class LossyTransport(MemoryTransport):
         self.fate: Callable[[Frame], Fate] = lambda _: None
         self.frames: list[Frame] = []
         self.links: list[LossyLink] = []
+        self.connected = 0
 
     async def connect(self, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
-        link = LossyLink(await super().connect(endpoint, source_host=source_host), endpoint.port, self)
+        inner = await super().connect(endpoint, source_host=source_host)
+        link = LossyLink(inner, endpoint.port, self, self.connected)
+        self.connected += 1
         self.links.append(link)
         return link
 
@@ -60,10 +66,11 @@ class LossyTransport(MemoryTransport):
 
 
 class LossyLink(Link):
-    def __init__(self, inner: Link, port: int, transport: LossyTransport) -> None:
+    def __init__(self, inner: Link, port: int, transport: LossyTransport, number: int) -> None:
         self._inner = inner
         self._transport = transport
         self.port = port
+        self.number = number
 
     @property
     def peer(self) -> str:
@@ -74,7 +81,7 @@ class LossyLink(Link):
         if not 0 < kind <= HIGHEST_KIND:
             await self._inner.send(buffers)
             return
-        frame = Frame(self.port, kind, self._transport.count(self.port))
+        frame = Frame(self.port, kind, self._transport.count(self.port), self.number)
         fate = self._transport.fate(frame)
         if fate == "lose":
             self.close()
