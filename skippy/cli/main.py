@@ -9,7 +9,7 @@ import click
 
 from skippy import __version__
 
-from . import chat, child, config_docs, example, models, run, serve
+from . import chat, child, config_docs, example, models, run, serve, sim
 from .errors import explain, report
 
 
@@ -28,6 +28,7 @@ for command in (
     serve.serve_openai,
     serve.serve,
     example.example_config,
+    sim.sim,
     child.stage_child,
     config_docs.config_docs,
 ):

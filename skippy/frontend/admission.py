@@ -107,6 +107,9 @@ class AdmissionGate:
         pool: its size is the highest concurrency.
         kv_tokens: cache positions that all generations share.
         options: how many may wait and for how long, and whether the concurrency adapts.
+
+    Attributes:
+        kv_tokens: as given.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class AdmissionGate:
         telemetry: Telemetry = NULL_TELEMETRY,
     ) -> None:
         self._pool = pool
-        self._kv_tokens = self._free_tokens = kv_tokens
+        self.kv_tokens = self._free_tokens = kv_tokens
         self._telemetry = telemetry
         self._timeout_secs = options.generation_admission_timeout_secs
         self._capacity = options.generation_queue_capacity or default_queue_capacity(pool.size)
@@ -141,6 +144,11 @@ class AdmissionGate:
         return self._pool.size if self._controller is None else self._controller.limit
 
     @property
+    def running(self) -> int:
+        """Generations that run."""
+        return len(self._running)
+
+    @property
     def queue_depth(self) -> int:
         """Requests that wait for admission, or have their prompt prepared."""
         return len(self._line) + self._preparing
@@ -148,7 +156,7 @@ class AdmissionGate:
     @property
     def reserved_tokens(self) -> int:
         """Cache positions that are taken, or may come to be."""
-        return self._kv_tokens - self._free_tokens
+        return self.kv_tokens - self._free_tokens
 
     @property
     def predicted_wait_secs(self) -> float | None:
@@ -192,9 +200,9 @@ class AdmissionGate:
             ChainUnavailable: no lane is connected, nor becomes so within RECONNECT_WAIT_SECS.
         """
         demand = Demand(prompt_tokens, max_tokens)
-        if demand.tokens > self._kv_tokens:
+        if demand.tokens > self.kv_tokens:
             raise ContextLengthExceeded(
-                f"prompt and answer take {demand.tokens} positions, the cache has {self._kv_tokens}"
+                f"prompt and answer take {demand.tokens} positions, the cache has {self.kv_tokens}"
             )
         await trio.lowlevel.checkpoint_if_cancelled()
         with self._telemetry.span(names.STAGE_OPENAI_GENERATION_ADMIT, **self._attributes()) as span:

@@ -41,6 +41,7 @@ class ChainGenerator:
 
     Attributes:
         prefill: how prompts are cut, and what they have taught.
+        gate: who may run, and who waits.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ChainGenerator:
         self.prefill = Prefill(stage, options)
         pool.on_request_over = self.prefill.learn
         kv_tokens = stage.info.context_length * stage.info.max_sequences
-        self._gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
+        self.gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
 
     @property
     def model_id(self) -> str:
@@ -84,7 +85,7 @@ class ChainGenerator:
         return self._pool.unready
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
-        return self._gate.preparing()
+        return self.gate.preparing()
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:
@@ -98,7 +99,7 @@ class ChainGenerator:
         request = attrs.evolve(request, max_tokens=min(request.max_tokens, limit - count))
         telemetry = self._stage.context.telemetry
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
-            admission = await self._gate.acquire(count, request.max_tokens)
+            admission = await self.gate.acquire(count, request.max_tokens)
         with admission.running():
             stream = ChainStream(
                 admission,

@@ -118,6 +118,16 @@ class LanePool:
         return self._connected > 0
 
     @property
+    def connected(self) -> int:
+        """How many lanes are connected."""
+        return self._connected
+
+    @property
+    def idle_lanes(self) -> int:
+        """How many lanes nobody has leased."""
+        return len(self._idle)
+
+    @property
     def last_error(self) -> str | None:
         """Why no lane is connected; None while one is, or before the first attempt has come to anything."""
         watch = self._stage.context.downstream_watch

@@ -268,6 +268,13 @@ class SimNetwork:
         """The open links that ``party`` has an end of, in the order they were made."""
         return [wire for name, wire in self.wires.items() if party in (name.dialer, name.listener)]
 
+    def heal(self) -> None:
+        """No fault begins from here on, and those go away that a link survives."""
+        self.faults.clear()
+        for wire in self.wires.values():
+            for pipe in wire.pipes.values():
+                pipe.heal()
+
     def crash(self, party: str) -> None:
         """The links of ``party`` end as a killed process's do: at once, and the others are told."""
         self.tell(f"{party} crashes")

@@ -244,6 +244,19 @@ class Pipe:
             self._end = (math.inf, False)
         self._last_due, self._stalled = math.inf, True
 
+    def heal(self) -> None:
+        """What is slow is so no longer, and nothing is changed any more; a link that is dead stays so."""
+        self._trickle, self._flips = 0.0, (0, 0)
+        self._faults.clear()
+        now = self._now()
+        if now < self._last_due < math.inf:
+            self._last_due = now
+            for chunk in self._chunks:
+                chunk.due = min(chunk.due, now)
+            if self._end is not None:
+                self._end = (min(self._end[0], now), self._end[1])
+            self._readable.unpark_all()
+
     def reset_behind(self, reason: str) -> None:
         """As :meth:`reset`, behind all that has been sent."""
         self._end = (self._arrival(0), True)

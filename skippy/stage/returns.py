@@ -55,6 +55,11 @@ class ReturnHub:
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, int], ReturnTarget] = {}
 
+    @property
+    def waiting(self) -> int:
+        """How many lanes wait for their stream."""
+        return len(self._waiting)
+
     def expect(self, request_id: int, session_id: int, target: ReturnTarget) -> None:
         """From now on a stream opened with these ids belongs to ``target``."""
         if (request_id, session_id) in self._waiting:

@@ -85,7 +85,7 @@ async def test_64_clients_on_4_lanes(autojump_clock: trio.testing.MockClock, ada
                     asking.start_soon(clients.client, number)
             await trio.testing.wait_all_tasks_blocked()
             await trio.sleep(5)
-            gate = clients.generator._gate
+            gate = clients.generator.gate
             assert (gate.queue_depth, gate.reserved_tokens) == (0, 0)
             lanes = [pool.take() for _ in range(LANES + 1)]
             assert [lane is None for lane in lanes] == [False] * LANES + [True]

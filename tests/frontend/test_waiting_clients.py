@@ -160,7 +160,7 @@ async def one_lane(**options: int) -> AsyncIterator[ChainGenerator]:
 
 
 async def until(generator: ChainGenerator, depth: int) -> None:
-    while generator._gate.queue_depth != depth:
+    while generator.gate.queue_depth != depth:
         await trio.lowlevel.checkpoint()
 
 

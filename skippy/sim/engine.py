@@ -1,0 +1,168 @@
+"""The toy engine on virtual time: its steps take their time, and other tasks run meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import outcome
+import trio
+
+from skippy.engine import Segment
+from skippy.engine.toy import ToyEngine
+from skippy.stage.iterations import Iterations
+from skippy.stage.nurseries import open_hidden_nursery
+from skippy.stage.runtime import MAX_TAKEN_IN, Runtime
+from skippy.stage.work import Work, wake_all
+
+T = TypeVar("T")
+
+
+class SimClock:
+    """Trio's time; while an engine computes, that plus how far it has got.
+
+    An engine's thread does not wait for the event loop, so what it sends leaves when it has been computed,
+    which is later than the event loop's time. All engines share one clock: one computes at a time, and what
+    it was ahead is slept off before anything else runs in its name.
+
+    Attributes:
+        ahead: seconds.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return trio.current_time() + self.ahead
+
+
+@attrs.frozen(slots=True)
+class StepCost:
+    """Seconds that one native batch takes: a fixed part, and one for each row."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def of(self, rows: int) -> float:
+        return self.fixed + self.per_row * rows
+
+
+class SimEngine(ToyEngine):
+    """A toy engine whose batches take time on a :class:`SimClock`. Other arguments: as :class:`ToyEngine`."""
+
+    def __init__(self, *layers: int, clock: SimClock, cost: StepCost, **keys: Any) -> None:
+        super().__init__(*layers, **keys)
+        self._clock = clock
+        self._cost = cost
+
+    def decode(self, segments: Sequence[Segment], output: memoryview | None = None) -> None:
+        super().decode(segments, output)
+        self._clock.ahead += self._cost.of(sum(segment.count for segment in segments))
+
+
+class VirtualRuntime(Runtime):
+    """A runtime thread as a task: the same order of calls and works, on virtual time.
+
+    Made by :func:`open_virtual_runtime`.
+    """
+
+    waits = True
+
+    def __init__(self, clock: SimClock) -> None:
+        self._clock = clock
+        self._queue: deque[Callable[[], object] | Work] = deque()
+        self._arrived = trio.lowlevel.ParkingLot()
+        self._iterations: Iterations | None = None
+        self._stopped = False
+
+    def attach(self, iterations: Iterations) -> None:
+        self._iterations = iterations
+
+    async def run(self, call: Callable[[], T]) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        results: list[outcome.Outcome[T]] = []
+        done, wanted = trio.Event(), True
+
+        def job() -> None:
+            if wanted:
+                results.append(outcome.capture(call))
+            done.set()
+
+        self._put(job)
+        try:
+            await done.wait()
+        finally:
+            wanted = False
+        return results[0].unwrap()
+
+    def submit(self, work: Work) -> None:
+        self._put(work)
+
+    def post(self, call: Callable[[], object]) -> None:
+        self._put(call)
+
+    def stop(self) -> None:
+        """End once everything queued before has run."""
+        self._stopped = True
+        self._arrived.unpark_all()
+
+    def _put(self, item: Callable[[], object] | Work) -> None:
+        self._queue.append(item)
+        self._arrived.unpark_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        waits = self._iterations is not None and self._iterations.wait_secs() is not None
+        return not self._queue and not waits
+
+    async def serve(self) -> None:
+        """The thread's body."""
+        while True:
+            self._take_in()
+            wait = None if self._iterations is None else self._iterations.wait_secs()
+            if wait == 0.0 and self._iterations is not None:
+                await self._step(self._iterations)
+            elif self._stopped and not self._queue:
+                break
+            elif not self._queue:
+                with trio.move_on_after(float("inf") if wait is None else wait):
+                    await self._arrived.park()
+        if self._iterations is not None:
+            wake_all(self._iterations.end())
+
+    def _take_in(self) -> None:
+        for _ in range(min(MAX_TAKEN_IN, len(self._queue))):
+            item = self._queue.popleft()
+            if isinstance(item, Work):
+                assert self._iterations is not None, "a work before the engine"
+                self._iterations.add(item)
+            else:
+                item()
+
+    async def _step(self, iterations: Iterations) -> None:
+        """One batch. What it sends is on its way already; who waits for it hears when its time is over."""
+        woken = iterations.step()
+        busy, self._clock.ahead = self._clock.ahead, 0.0
+        await trio.sleep(busy)
+        wake_all(woken)
+
+
+@contextlib.asynccontextmanager
+async def open_virtual_runtime(clock: SimClock) -> AsyncIterator[VirtualRuntime]:
+    """A virtual runtime for the length of the block; leaving it lets queued calls run."""
+    runtime = VirtualRuntime(clock)
+
+    async def hold() -> None:
+        with trio.CancelScope(shield=True):
+            await runtime.serve()
+
+    async with open_hidden_nursery() as nursery:
+        nursery.start_soon(hold)
+        try:
+            yield runtime
+        finally:
+            runtime.stop()

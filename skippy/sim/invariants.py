@@ -1,0 +1,100 @@
+"""What must hold in every chain: at any time, when nobody asks for anything, and at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import trio
+
+from .cluster import SimCluster, party
+from .network import SimNetwork
+from .scenario import Scenario
+from .violation import require
+
+
+def check_always(cluster: SimCluster) -> None:
+    """Cheap, after every pass of the scheduler: what is shared out is there, and not more than once."""
+    for index, running in enumerate(cluster.running):
+        if running is None:
+            continue
+        free = running.stage.context.scheduler.free_sequences
+        require(
+            0 <= free <= cluster.sequences, f"{party(index)} has {free} free sequences of {cluster.sequences}"
+        )
+        used = running.stage.context.frame_budget.used
+        require(used >= 0, f"{party(index)} has given back {-used} bytes of frames more than it took")
+    if cluster.front is not None:
+        gate = cluster.front.generator.gate
+        require(
+            0 <= gate.reserved_tokens <= gate.kv_tokens,
+            f"{gate.reserved_tokens} cache positions of {gate.kv_tokens} are reserved",
+        )
+
+
+def check_idle(scenario: Scenario, cluster: SimCluster, network: SimNetwork) -> None:
+    """While every lane is connected and nobody asks: nothing is held for anyone, and nothing is lost."""
+    front = cluster.front
+    assert front is not None
+    gate, pool = front.generator.gate, front.pool
+    require(gate.reserved_tokens == 0, f"{gate.reserved_tokens} cache positions are reserved for nobody")
+    require(gate.queue_depth == 0, f"{gate.queue_depth} requests wait, and nobody has asked")
+    require(gate.running == 0, f"{gate.running} requests run, and nobody has asked")
+    require(pool.connected == pool.size, f"{pool.connected} lanes of {pool.size} are connected")
+    require(pool.idle_lanes == pool.size, f"{pool.idle_lanes} lanes of {pool.size} are idle")
+    for index, running in enumerate(cluster.running):
+        assert running is not None
+        name, context = party(index), running.stage.context
+        free = context.scheduler.free_sequences
+        require(free == cluster.sequences, f"{name} has {free} of {cluster.sequences} sequences free")
+        held = [running.engine.length(number) for number in range(cluster.sequences)]
+        require(not any(held), f"{name} keeps rows for nobody, by sequence: {held}")
+        require(context.frame_budget.used == 0, f"{name} holds {context.frame_budget.used} bytes of frames")
+        require(running.runtime.idle, f"{name} has work for its engine that nobody waits for")
+        require(not context.hub.waiting, f"{name} waits for {context.hub.waiting} return streams")
+    _check_links(scenario, network)
+    _check_tasks(network)
+
+
+def _check_links(scenario: Scenario, network: SimNetwork) -> None:
+    """One for each lane on every edge, spares where they are asked for, and a return stream each at most."""
+    links = Counter((name.dialer, name.listener) for name in network.wires)
+    there = f"open are {', '.join(map(str, network.wires))}"
+    last = len(scenario.splits) - 1
+    spare = int(scenario.options.warm_preconnect)
+    for index in range(last):
+        count = links.pop((party(index), party(index + 1)), 0)
+        # Stage 0 alone knows how many lanes there are; a spare of a later stage is the one its lane took.
+        least, most = scenario.lanes, scenario.lanes + spare * (index + 1)
+        require(
+            least <= count <= most, f"{count} links from {party(index)} to the next, not {least} to {most}"
+        )
+    if last:
+        returns = links.pop((party(last), party(0)), 0)
+        require(returns <= scenario.lanes, f"{returns} return streams for {scenario.lanes} lanes; {there}")
+    require(not links, f"links that should not be there: {dict(links)}")
+
+
+def _check_tasks(network: SimNetwork) -> None:
+    """Every accepted connection has its task, and every such task its connection."""
+    root = trio.lowlevel.current_root_task()
+    assert root is not None
+    serving = sum(task.name.endswith("_Connections.serve") for task in _below(root))
+    require(
+        serving == len(network.wires), f"{serving} tasks serve connections, and {len(network.wires)} are open"
+    )
+
+
+def _below(task: trio.lowlevel.Task) -> list[trio.lowlevel.Task]:
+    """All tasks that were started below one."""
+    found, left = list[trio.lowlevel.Task](), [task]
+    while left:
+        for nursery in left.pop().child_nurseries:
+            left += nursery.child_tasks
+            found += nursery.child_tasks
+    return found
+
+
+def check_end(network: SimNetwork) -> None:
+    """When every stage has ended in order, nothing is left of it."""
+    require(not network.wires, f"links that nobody has closed: {', '.join(map(str, network.wires))}")
+    require(not network.listeners, f"listeners that nobody has closed: {len(network.listeners)}")

@@ -1,0 +1,280 @@
+"""Peers that speak the protocol to stage 0 by themselves, and do whatever is allowed, at random.
+
+The front end sends only what one generation after the other needs. A peer also verifies windows, rewinds,
+trims and replays, and sends frames of a past that was rewound; each reply must be what one engine would give.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Final
+
+import attrs
+
+from skippy.engine import Segment
+from skippy.engine.toy import ToyEngine
+from skippy.protocol import (
+    AdmissionRequest,
+    ConnectionRole,
+    Message,
+    MessageKind,
+    ProtocolError,
+    Reply,
+    ReplyDecoder,
+    ReplyKind,
+    SamplingConfig,
+    default_state,
+    encode_frame,
+)
+from skippy.stage import DownstreamUnavailable, Stage
+from skippy.stage.dialing import dial_admitted
+from skippy.stage.framing import receive_reply
+from skippy.stage.links import Link, LinkClosed, Transport
+
+from .oracle import ToyModel
+from .trace import Trace
+from .violation import require
+
+K = MessageKind
+Expected = tuple[ReplyKind, tuple[int, ...]]
+ACK: Final[Expected] = (ReplyKind.ACK, ())
+IN_FLIGHT: Final = 6
+PATIENCE_SECS: Final = 20.0
+"""How long a peer tries to connect."""
+SEEDED: Final = SamplingConfig(
+    flags=1, seed=5, temperature=0.8, top_k=20, repeat_penalty=1.2, presence_penalty=0.3
+)
+
+
+def lane_request(stage: Stage) -> AdmissionRequest:
+    """What ``stage`` admits as a lane."""
+    loaded = stage.context.admission.loaded
+    return AdmissionRequest(
+        role=ConnectionRole.LANE,
+        sender_id="peer",
+        sender_index=loaded.stage_index - 1,
+        target_id=None,
+        target_index=loaded.stage_index,
+        layer_start=loaded.descriptor.layer_start,
+        layer_end=None,
+        run_id=loaded.run_id,
+        topology_id=loaded.topology_id,
+        model_id=loaded.model_id,
+        layer_count=None,
+        package_id=None,
+        activation_width=loaded.input_width,
+        cache_type_k=None,
+        cache_type_v=None,
+        context_length=loaded.context_length,
+        batch_rows=1,
+    )
+
+
+class _Oracle:
+    """What the chain must hold and say. It remembers nothing wrongly: each draw has a sampler of its own."""
+
+    def __init__(self, model: ToyModel, sampling: SamplingConfig | None) -> None:
+        self.held: list[int] = []
+        self._sampling = sampling
+        self._engine = ToyEngine(
+            0,
+            model.layers,
+            model.layers,
+            width=model.width,
+            context_length=model.context_length,
+            max_sequences=1,
+            end_at=model.end_at,
+        )
+
+    def cut(self, length: int) -> None:
+        self._engine.trim(0, length)
+        del self.held[length:]
+
+    def run(self, tokens: list[int], step: int | None = None) -> tuple[int, ...]:
+        """Append rows; what follows each of them, where ``step`` says which draws those are."""
+        rows = 0 if step is None else len(tokens)
+        self._engine.decode([Segment(0, len(self.held), len(tokens), tokens=tokens, logits=rows)])
+        predicted = []
+        for row in range(rows):
+            sampler = self._engine.new_sampler(self._sampling)
+            sampler.accept([*self.held, *tokens[: row + 1]])
+            predicted.append(sampler.sample(self._engine.logits(row), max(0, step or 0) + row))
+        self.held += tokens
+        return tuple(predicted)
+
+
+@attrs.define(eq=False)
+class Peer:
+    """One connection to stage 0, and requests on it. :meth:`run` is its task; it raises Violation.
+
+    Attributes:
+        ended: why it has ended: ``done``, or the text of what ended its connection.
+    """
+
+    name: str
+    chance: random.Random
+    model: ToyModel
+    trace: Trace
+    sessions: int
+    frames: int
+    ended: str | None = None
+    _link: Link | None = None
+    _replies: ReplyDecoder = attrs.field(factory=ReplyDecoder)
+    _oracle: _Oracle = attrs.field(init=False)
+    _owed: list[Expected] = attrs.field(factory=list)
+    _request_id: int = 0
+    _generation: int = 0
+    _prompt: list[int] = attrs.field(factory=list)
+    _window: int = 0
+
+    async def run(self, stage: Stage, transport: Transport) -> None:
+        """Live until everything is asked and answered, or the connection ends."""
+        try:
+            self._link, _ = await dial_admitted(
+                transport,
+                stage.endpoint,
+                token=stage.context.token,
+                source_host=None,
+                timeout_secs=PATIENCE_SECS,
+                request=lane_request(stage),
+            )
+            for number in range(self.sessions):
+                await self._converse(number)
+            self.ended = "done"
+        except (LinkClosed, ProtocolError, DownstreamUnavailable) as error:
+            self.ended = f"{type(error).__name__}: {error}"
+        finally:
+            if self._link is not None:
+                self._link.close()
+        self.trace(f"{self.name} ended: {self.ended}")
+
+    async def _converse(self, number: int) -> None:
+        """One request from its settings to its Stop."""
+        chance = self.chance
+        sampling = SEEDED if chance.random() < 0.5 else None
+        self._request_id, self._generation = 1000 + number, 0
+        self._oracle = _Oracle(self.model, sampling)
+        self._prompt = [chance.randrange(32, 127) for _ in range(chance.randint(2, 16))]
+        await self._send(K.CONFIGURE_GENERATION, sampling=sampling)
+        await self._send(K.PREFILL_EMBD, 0, self._prompt[:-1])
+        self._oracle.run(self._prompt[:-1])
+        self._owed += [ACK, ACK]
+        actions = [self._decode, self._decode, self._verify, self._verify, self._trim_and_replay, self._late]
+        for _ in range(self.frames):
+            await chance.choice(actions)()
+            while len(self._owed) > chance.randrange(IN_FLIGHT):
+                await self._read()
+        while self._owed:
+            await self._read()
+        await self._send(K.STOP)
+        self._owed.append(ACK)
+        await self._read()
+
+    # -- frames ----------------------------------------------------------------------------------------
+
+    async def _decode(self) -> None:
+        position, token = self._position(), self._tokens(1)[0]
+        self._oracle.cut(position)
+        kind = self.chance.choice([K.DECODE_EMBD, K.DECODE_LIGHT_CTX, K.DECODE_READOUT])
+        self._owed.append((ReplyKind.PREDICTED_TOKEN, self._oracle.run([token], self._step(position))))
+        await self._send(kind, position, [token], decode_step=self._step(position))
+
+    async def _verify(self) -> None:
+        position, tokens = self._position(), self._tokens(4)
+        self._oracle.cut(position)
+        self._owed.append((ReplyKind.PREDICTED_TOKENS, self._oracle.run(tokens, self._step(position))))
+        self._window += self.chance.randint(1, 3)
+        await self._send_window(position, tokens)
+        if self.chance.random() < 0.3:
+            while self._owed:
+                await self._read()
+            await self._send(K.RETIRE_VERIFY_WINDOW, position, token_count=len(tokens))
+
+    async def _send_window(self, position: int, tokens: list[int]) -> None:
+        await self._send(
+            K.VERIFY_WINDOW, position, tokens, seq_id=self._window, decode_step=self._step(position)
+        )
+
+    async def _trim_and_replay(self) -> None:
+        held = min(len(self._oracle.held), self.model.context_length - 8)
+        length = max(1, held - self.chance.randrange(6))
+        await self._send(K.TRIM_SESSION, token_count=length)
+        self._oracle.cut(length)
+        self._generation += 1
+        position, tokens = max(1, length - self.chance.randrange(2)), self._tokens(3)
+        self._oracle.cut(position)
+        self._oracle.run(tokens)
+        await self._send(K.DECODE_REPLAY_EMBD, position, tokens)
+        self._owed += [ACK, ACK]
+
+    async def _late(self) -> None:
+        """A frame of a generation before, of any kind that has an epoch: answered, and not carried out."""
+        if self._generation == 0:
+            return
+        current, self._generation = self._generation, self.chance.randrange(self._generation)
+        kind = self.chance.choice([K.PREFILL_EMBD, K.DECODE_REPLAY_EMBD, K.DECODE_EMBD, K.VERIFY_WINDOW])
+        position = self.chance.randrange(max(1, self.model.context_length - 8))
+        if kind is K.VERIFY_WINDOW:
+            self._window += 1
+            await self._send_window(position, self._tokens(4))
+            self._owed.append((ReplyKind.PREDICTED_TOKENS, ()))
+        else:
+            await self._send(kind, position, self._tokens(1))
+            self._owed.append((ReplyKind.PREDICTED_TOKEN, ()) if kind is K.DECODE_EMBD else ACK)
+        self._generation = current
+
+    async def _read(self) -> None:
+        assert self._link is not None
+        wanted = self._owed.pop(0)
+        reply: Reply | None = await receive_reply(self._link, self._replies)
+        if reply is None:
+            raise LinkClosed("stage 0 has closed the lane")
+        got = (reply.kind, tuple(reply.predicted_tokens))
+        self.trace(f"{self.name} {reply.kind.name} {list(reply.predicted_tokens)}")
+        require(got == wanted, f"{self.name} got {got}, and must get {wanted}")
+
+    async def _send(
+        self,
+        kind: MessageKind,
+        pos_start: int = 0,
+        tokens: list[int] | None = None,
+        *,
+        sampling: SamplingConfig | None = None,
+        token_count: int | None = None,
+        **state: Any,
+    ) -> None:
+        assert self._link is not None
+        tokens = tokens or []
+        words = {
+            "checkpoint_generation": self._generation,
+            "prompt_token_count": len(self._prompt),
+            "current_token": tokens[0 if kind is K.VERIFY_WINDOW else -1] if tokens else -1,
+            **state,
+        }
+        if len(tokens) > 1 and kind is not K.VERIFY_WINDOW:
+            words["current_token"] = -1
+        message = Message(
+            kind,
+            attrs.evolve(default_state(kind), **words),
+            pos_start=pos_start,
+            token_count=len(tokens) if token_count is None else token_count,
+            request_id=self._request_id,
+            session_id=self._request_id + 1,
+            sampling=sampling,
+            tokens=tuple(tokens),
+        )
+        await self._link.send(encode_frame(message, 0))
+
+    def _tokens(self, most: int) -> list[int]:
+        """1 to ``most`` of them, as far as there is room for more."""
+        return [self.chance.randrange(32, 127) for _ in range(self.chance.randint(1, most))]
+
+    def _position(self) -> int:
+        """Mostly the end, sometimes up to five positions back; never the first one, nor near the last."""
+        held = len(self._oracle.held)
+        if held > self.model.context_length - 8:
+            return self.chance.randint(1, 8)
+        return held if self.chance.random() < 0.6 else max(1, held - self.chance.randint(1, 5))
+
+    def _step(self, position: int) -> int:
+        return position - (len(self._prompt) - 1)

@@ -1,0 +1,325 @@
+"""One seed from its first event to its last: the same seed gives the same trace, byte for byte."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any, Final
+
+import attrs
+import trio
+import trio.testing
+
+from skippy.frontend.errors import ApiError
+from skippy.frontend.generation import ChainUnavailable, GenerationRequest, WorkTimedOut
+from skippy.stage.clock import measured_on
+from skippy.stage.nurseries import leaves
+from skippy.telemetry.logs import ROOT
+
+from .clients import Client
+from .cluster import SimCluster, party
+from .engine import SimClock
+from .invariants import check_always, check_end, check_idle
+from .network import SimNetwork
+from .peers import Peer
+from .scenario import Asked, Blow, Scenario
+from .trace import LogTrace, Trace
+from .violation import Violation, require
+
+START_SECS: Final = 30.0
+"""A chain without faults is ready within this time."""
+REQUEST_SECS: Final = 900.0
+"""Every request has ended by then."""
+DETECTION_SECS: Final = 12.0
+"""By then a lane that a fault has hit is known to be lost."""
+RECOVERY_SECS: Final = 400.0
+"""After the last fault: every lane is connected again."""
+PROBE_SECS: Final = 60.0
+"""A request in a chain without faults has ended by then."""
+SETTLE_SECS: Final = 5.0
+"""After the last request: nothing is held for it any more."""
+END_SECS: Final = 10.0
+"""A chain that is told to end has done so by then."""
+MAX_PASSES: Final = 500_000
+"""Of the scheduler: more than any scenario takes."""
+
+
+@attrs.frozen(slots=True)
+class Report:
+    """What came of a scenario.
+
+    Attributes:
+        violation: what does not hold; None where all does.
+        trace: everything that happened.
+        secs: of virtual time.
+        outcomes: how requests have ended, and how often.
+    """
+
+    scenario: Scenario
+    violation: str | None
+    trace: Trace
+    secs: float
+    outcomes: dict[str, int]
+
+
+class _Watch(trio.abc.Instrument):
+    """Looks at what must always hold after every pass of the scheduler, and ends what never ends."""
+
+    def __init__(self, cluster: SimCluster, scope: trio.CancelScope) -> None:
+        self.violation: str | None = None
+        self._cluster = cluster
+        self._scope = scope
+        self._passes = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        if self.violation is not None:
+            return
+        self._passes += 1
+        try:
+            check_always(self._cluster)
+            require(self._passes < MAX_PASSES, "the chain does not come to rest")
+        except Violation as violation:
+            self.violation = str(violation)
+            self._scope.cancel()
+
+
+class Simulation:
+    """Runs one scenario: call :meth:`run` once."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self.trace = Trace()
+        self._clock = SimClock()
+        self._network = SimNetwork(
+            scenario.seed, scenario.conditions, scenario.faults, tell=self._network_event, now=self._clock
+        )
+        self._cluster = SimCluster(scenario, self._network, self._clock, self.trace)
+        self._clients: list[Client] = []
+        self._peers: list[Peer] = []
+        self._bitten: list[float] = []
+        """When faults began."""
+        self._calm = False
+        self.secs = 0.0
+
+    def _network_event(self, text: str) -> None:
+        self.trace(text)
+
+    async def run(self) -> None:
+        """All of it, on virtual time. Raises Violation."""
+        with trio.CancelScope() as scope:
+            watch = _Watch(self._cluster, scope)
+            trio.lowlevel.add_instrument(watch)
+            try:
+                await self._run()
+            finally:
+                trio.lowlevel.remove_instrument(watch)
+                self.secs = trio.current_time()
+        require(watch.violation is None, watch.violation or "")
+
+    async def _run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            cluster_scope = trio.CancelScope()
+
+            async def serve() -> None:
+                with cluster_scope:
+                    await self._cluster.serve()
+
+            nursery.start_soon(serve)
+            with _within(START_SECS, "the stages have not started"):
+                await self._cluster.wait_up()
+            await self._stormy()
+            await self._calm_down()
+            await self._probe()
+            cluster_scope.cancel()
+            with _within(END_SECS, "the chain did not end when it was told to"):
+                while nursery.child_tasks:
+                    await trio.testing.wait_all_tasks_blocked()
+                    if nursery.child_tasks:
+                        await trio.sleep(0.01)
+        check_end(self._network)
+
+    # -- phases ----------------------------------------------------------------------------------------
+
+    async def _stormy(self) -> None:
+        """Requests come, and things go wrong."""
+        scenario = self._scenario
+        async with trio.open_nursery() as nursery:
+            if not scenario.faulty:
+                with _within(START_SECS, "the lanes are not connected"):
+                    await self._wait_connected()
+            for number, asked in enumerate(scenario.asked):
+                self._start_client(nursery, f"request {number}", asked)
+            for number in range(scenario.drivers):
+                nursery.start_soon(self._run_peer, number)
+            for blow in scenario.blows:
+                nursery.start_soon(self._strike, blow)
+        for client in self._clients:
+            self._check_end_of(client)
+
+    def _start_client(self, nursery: trio.Nursery, name: str, asked: Asked) -> Client:
+        client = Client(name, asked, self._scenario.model, self._cluster, self.trace, self._may_differ)
+        self._clients.append(client)
+
+        async def run() -> None:
+            with _within(asked.at - trio.current_time() + REQUEST_SECS, f"{name} has not ended"):
+                await client.run()
+
+        nursery.start_soon(run)
+        return client
+
+    async def _run_peer(self, number: int) -> None:
+        running = self._cluster.running[0]
+        assert running is not None
+        name = f"peer-{number}"
+        chance = random.Random(f"peer/{self._scenario.seed}/{number}")
+        sessions, frames = chance.randint(1, 2), chance.randint(5, 30)
+        peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames)
+        self._peers.append(peer)
+        with _within(REQUEST_SECS, f"{name} has not ended"):
+            await peer.run(running.stage, self._network.of(name))
+        require(peer.ended == "done" or self._scenario.faulty, f"{name} ended without a fault: {peer.ended}")
+
+    async def _strike(self, blow: Blow) -> None:
+        await trio.sleep_until(blow.at)
+        if blow.fault is not None:
+            wires = list(self._network.wires.values())
+            if wires:
+                wires[int(blow.place * len(wires))].strike(blow.direction, blow.fault)
+        elif blow.kills:
+            self._cluster.kill(blow.stage, blow.secs, silent=blow.silent)
+        else:
+            name = party(blow.stage)
+            if name not in self._network.unreachable:
+                self._network.vanish(name)
+                await trio.sleep(blow.secs)
+                self._network.return_of(name)
+
+    async def _calm_down(self) -> None:
+        """Nothing goes wrong any more: the chain recovers by itself."""
+        self.trace("nothing goes wrong from here on")
+        self._network.heal()
+        self._calm = True
+        with _within(START_SECS, "a stage that was killed is not back"):
+            await self._cluster.wait_up()
+        await trio.sleep(DETECTION_SECS)
+        with _within(RECOVERY_SECS, "the chain does not recover: lanes are not connected"):
+            await self._wait_connected()
+
+    async def _wait_connected(self) -> None:
+        # What may change is all of stage 0, so there is no event to wait for; time is virtual.
+        while (front := self._cluster.front) is None or front.pool.connected < front.pool.size:  # noqa: ASYNC110
+            await trio.sleep(0.1)
+
+    async def _probe(self) -> None:
+        """Requests on all lanes at once are served, and nothing is left of any request then."""
+        scenario = self._scenario
+        request = GenerationRequest(prompt=[72, 101, 108, 108, 111], max_tokens=6)
+        probes = []
+        with _within(PROBE_SECS, "a request after all faults has not ended"):
+            async with trio.open_nursery() as nursery:
+                for number in range(scenario.lanes):
+                    asked = Asked(at=trio.current_time(), request=request)
+                    probes.append(self._start_client(nursery, f"probe {number}", asked))
+        for probe in probes:
+            require(
+                probe.outcome == "completed", f"{probe.name} {probe.outcome} after all faults: {probe.error}"
+            )
+        await trio.sleep(SETTLE_SECS)
+        check_idle(scenario, self._cluster, self._network)
+
+    # -- judging ---------------------------------------------------------------------------------------
+
+    def _may_differ(self, began: float) -> bool:
+        """Whether a client that began then may have got what a changed byte has made of it."""
+        return self._scenario.lies and not self._calm
+
+    def _check_end_of(self, client: Client) -> None:
+        """A request may only fail by an error of its own kind, and only where something went wrong."""
+        error = client.error
+        if error is None:
+            require(
+                client.outcome != "no server"
+                or any(blow.kills and not blow.stage for blow in self._scenario.blows),
+                f"{client.name} found no server",
+            )
+            return
+        require(self._scenario.faulty, f"{client.name} failed without a fault: {error}")
+        status = error.status
+        kinds = (ChainUnavailable, WorkTimedOut)
+        typed = isinstance(error, kinds) or (isinstance(error, ApiError) and status in (503, 504))
+        require(typed or self._scenario.lies, f"{client.name} failed by {type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def _within(secs: float, otherwise: str) -> Iterator[None]:
+    """Violation with ``otherwise`` unless the block ends in time."""
+    with trio.move_on_after(max(0.0, secs)) as scope:
+        yield
+    require(not scope.cancelled_caught, f"{otherwise} within {secs:g} s")
+
+
+def simulate(scenario: Scenario) -> Report:
+    """Run a scenario in this thread, which must not run Trio yet."""
+    simulation = Simulation(scenario)
+    violation: str | None = None
+    handler = LogTrace(simulation.trace)
+    with _determined(scenario.seed), _logged_to(handler), measured_on(simulation._clock):
+        clock = trio.testing.MockClock(autojump_threshold=0)
+        try:
+            trio.run(simulation.run, clock=clock)
+        except BaseExceptionGroup as group:
+            violation = "; ".join(dict.fromkeys(_text(error) for error in leaves(group)))
+        except Exception as error:
+            violation = _text(error)
+    if violation is None and handler.faults:
+        violation = f"a fault of the program: {handler.faults[0]}"
+    outcomes: dict[str, int] = {}
+    for client in simulation._clients:
+        outcomes[client.outcome or "running"] = outcomes.get(client.outcome or "running", 0) + 1
+    return Report(scenario, violation, simulation.trace, simulation.secs, outcomes)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _determined(seed: int) -> Iterator[None]:
+    """Trio chooses the order of tasks by dice that come from the seed, and by nothing else.
+
+    The dice and the switch have no public names; Trio's own plugin for Hypothesis sets the same two.
+    Collecting garbage may run code at any time, so it waits for the end.
+    """
+    _run: Any = importlib.import_module("trio._core._run")
+    before = _run._ALLOW_DETERMINISTIC_SCHEDULING
+    _run._ALLOW_DETERMINISTIC_SCHEDULING = True
+    _run._r.seed(f"scheduler/{seed}")
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        _run._ALLOW_DETERMINISTIC_SCHEDULING = before
+        _run._r.seed()
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _logged_to(handler: logging.Handler) -> Iterator[None]:
+    """What the program logs goes there, and nowhere else."""
+    logger = logging.getLogger(ROOT)
+    before = logger.propagate, logger.level
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate, _ = before
+        logger.setLevel(before[1])

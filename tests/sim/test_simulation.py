@@ -1,0 +1,91 @@
+"""Whole chains under simulation: a thousand seeds, the same trace each time, and what a failure says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from skippy.cli.main import cli
+from skippy.sim.batch import Settings, run_seed, run_seeds
+from skippy.sim.scenario import draw
+from skippy.stage.scheduler import Scheduler
+
+SEEDS = 1000
+
+
+@pytest.mark.slow
+def test_a_thousand_seeds() -> None:
+    settings = Settings()
+    failed, completed, faulty = [], 0, 0
+    for result in run_seeds(settings, range(SEEDS), os.cpu_count() or 1):
+        completed += result.outcomes.get("completed", 0)
+        faulty += result.faulty
+        if result.violation is not None:
+            failed.append(f"{settings.command(result.seed)}: {result.violation}")
+    assert not failed, "\n".join(failed)
+    assert completed > 3 * SEEDS
+    assert SEEDS / 3 < faulty < SEEDS
+
+
+@pytest.mark.parametrize("seed", [10, 86, 473])
+def test_a_seed_gives_the_same_trace_in_every_process(seed: int, tmp_path: Path) -> None:
+    traces = []
+    for hash_seed in ("1", "4242"):
+        path = tmp_path / hash_seed
+        subprocess.run(
+            [sys.executable, "-m", "skippy.cli", "sim", "--seed", str(seed), "--trace", path],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=False,
+            capture_output=True,
+            timeout=60,
+        )
+        traces.append(path.read_bytes())
+    assert traces[0].count(b"\n") > 100
+    assert traces[0] == traces[1]
+
+
+def test_a_seed_gives_the_same_trace_again_in_one_process() -> None:
+    assert len({run_seed(Settings(), 86).digest for _ in range(2)}) == 1
+    assert run_seed(Settings(), 87).digest != run_seed(Settings(), 86).digest
+
+
+def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Scheduler, "release_sequence", lambda self, sequence: None)
+    words = ["sim", "--seed", "3", "--stages", "2", "--requests", "2", "--faults", "none"]
+    done = CliRunner().invoke(cli, [*words, "--trace", str(tmp_path / "trace")], standalone_mode=False)
+    lines = done.output.splitlines()
+    assert done.return_value == 1
+    assert "seed 3: " in done.output
+    assert "no free sequence" in done.output
+    assert f"run it again with: skippy {' '.join(words)} --trace FILE" in lines
+    assert lines[-1] == "1 seeds failed"
+    trace = (tmp_path / "trace").read_text("utf-8").splitlines()
+    assert trace[-40:] == lines[:40]
+
+
+def test_faults_may_be_chosen(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["sim", "--faults", "rain"])
+    assert done.exit_code == 2
+    assert "crash, vanish" in done.output
+    done = CliRunner().invoke(cli, ["sim", "--count", "2", "--trace", str(tmp_path / "trace")])
+    assert done.exit_code == 2
+    assert "--trace" in done.output
+    for seed in range(200):
+        assert not draw(seed, faults=()).faulty
+        assert not draw(seed, faults=["weather"]).faulty
+        blows = draw(seed, faults=["reset", "vanish"]).blows
+        assert not any(blow.kills and not blow.silent for blow in blows)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_without_faults_every_request_that_stays_is_completed(stages: int) -> None:
+    for seed in range(5):
+        result = run_seed(Settings(stages=stages, requests=6, faults=()), seed)
+        assert result.violation is None
+        assert set(result.outcomes) <= {"completed", "left"}
+        assert sum(result.outcomes.values()) >= 6
