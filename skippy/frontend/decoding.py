@@ -22,8 +22,8 @@ from skippy.protocol import (
     StageState,
     default_state,
 )
-from skippy.stage import LaneLost, LocalRun, PendingReply, StageError
-from skippy.stage.local_run import MAX_AHEAD
+from skippy.stage import ChainRun, LaneLost, LocalRun, PendingReply, StageError
+from skippy.stage.runs import MAX_AHEAD
 from skippy.telemetry import Level, Telemetry, names
 
 from .generation import FinishReason, GenerationRequest
@@ -71,8 +71,8 @@ class DecodeLoop:
         """The token whose step does not begin before the reader has taken one."""
         self._unsent: Message | None = None
         """A step that could not begin without waiting, which the reader does."""
-        self._run: LocalRun | None = None
-        """Steps that follow each other by themselves, where one stage is all of the chain."""
+        self._run: LocalRun | ChainRun | None = None
+        """Steps that follow each other by themselves."""
         self._error: StageError | None = None
         self._stopped = False
         self._reader: trio.lowlevel.Task | None = None
@@ -130,9 +130,21 @@ class DecodeLoop:
 
     def _step(self, token: int) -> None:
         """Begin the step that executes ``token``, or leave it to the reader."""
-        count, step = len(self._request.prompt), self._predicted
+        message = self._message(self._predicted, token)
+        if self._pooled.lane.is_whole_chain and self._start_run(message):
+            return
+        if (place := self._pooled.handle_now(message)) is not None:
+            place.open_run = self._open_run
+            place.then(self._arrived)
+        else:
+            self._unsent = message
+            self._wake()
+
+    def _message(self, step: int, token: int) -> Message:
+        """Step number ``step``, which executes ``token``."""
+        count = len(self._request.prompt)
         # Spelled out: this runs for every token.
-        message = Message(
+        return Message(
             MessageKind.DECODE_EMBD,
             StageState(
                 phase=_STATE.phase,
@@ -147,13 +159,24 @@ class DecodeLoop:
             session_id=self._ids[1],
             tokens=(token,),
         )
-        if self._pooled.lane.is_whole_chain and self._start_run(message):
-            return
-        if (place := self._pooled.handle_now(message)) is not None:
-            place.then(self._arrived)
-        else:
-            self._unsent = message
-            self._wake()
+
+    def _open_run(self) -> ChainRun | None:
+        """Steps that follow the one under way by themselves, in a chain of several stages."""
+        if self._stopped or self._request.top_logprobs is not None:
+            return None
+        first = self._predicted
+        self._run = ChainRun(
+            self._request.max_tokens - first,
+            self._ends,
+            self._came,
+            taken=-len(self._tokens),
+            message=lambda steps, token: self._message(first + steps, token),
+            ended=self._chain_run_ended,
+        )
+        return self._run
+
+    def _chain_run_ended(self) -> None:
+        self._run = None
 
     def _start_run(self, message: Message) -> bool:
         run = LocalRun(self._request.max_tokens - self._predicted, self._ends, self._came)
@@ -185,7 +208,7 @@ class DecodeLoop:
 
     def _came(self, token: int, annex: ReplyAnnex | None, goes_on: bool) -> None:
         """A step has given a token; ``goes_on``: the next one has begun."""
-        if goes_on:
+        if goes_on and self._pooled.lane.is_whole_chain:
             self._pooled.lane.went_on()
         if self.finish_reason is not None or self._error is not None:
             return  # the engine was one step ahead

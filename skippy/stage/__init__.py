@@ -14,12 +14,13 @@ from .errors import (
 )
 from .interfaces import ReplySink
 from .lane import Lane
-from .local_run import LocalRun
 from .queues import PendingReply
+from .runs import ChainRun, LocalRun
 from .service import Stage, open_stage
 from .settings import GenerationSettings
 
 __all__ = [
+    "ChainRun",
     "DownstreamUnavailable",
     "GenerationSettings",
     "Lane",

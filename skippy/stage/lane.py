@@ -30,10 +30,10 @@ from .errors import LaneLost, RequestFailed, StageError
 from .execution import Execution
 from .interfaces import ReplySink
 from .links import Link, LinkClosed
-from .local_run import LocalRun
 from .memory import FrameMemory
 from .queues import PendingReply
 from .relay import Relay
+from .runs import LocalRun
 
 _ENDS = (ProtocolError, LinkClosed, StageError)
 """What ends a lane, in good order, while it handles a message."""
@@ -267,7 +267,7 @@ class Lane:
             self.fail_for(exc)
             return False
 
-    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay | None:
+    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay[Message] | None:
         """Let the engine's thread take the decode steps that follow, if the last message was one.
 
         None where it cannot; else run what is returned before receiving anything. Only while no message is

@@ -15,13 +15,18 @@ from skippy.protocol import (
     RemoteProtocolError,
     Reply,
     ReplyAnnex,
+    ReplyDecoder,
+    ReplyKind,
     VerifyPipeline,
 )
 from skippy.protocol.kinds import LLAMA_TOKEN_NULL
 
 from .errors import LaneLost, StageError
+from .links import Link
 from .queues import PendingReply
+from .relay import Relay
 from .returns import ReturnHub
+from .runs import ChainRun
 
 PREDICTION_SECS = 300.0
 """Longest wait for a prediction: far above a slow prefill, below what HTTP clients wait."""
@@ -34,6 +39,7 @@ class Predictions:
         vocab_size: what the last stage predicts is below it.
         windows: the lane's verify windows, which their predictions resolve.
         on_lost: told why, when the return stream ends.
+        open_relay: lends the engine's thread the return stream, before each receive.
     """
 
     def __init__(
@@ -42,11 +48,13 @@ class Predictions:
         vocab_size: int,
         windows: VerifyPipeline,
         on_lost: Callable[[StageError], None],
+        open_relay: Callable[[Link, ReplyDecoder], Relay[Reply] | None],
     ) -> None:
         self._hub = hub
         self._vocab_size = vocab_size
         self._windows = windows
         self._on_lost = on_lost
+        self.open_relay = open_relay
         self._stream: PredictionReturn | None = None
         self._opened = trio.Event()
         self._scope: trio.CancelScope | None = None
@@ -61,6 +69,11 @@ class Predictions:
     def places(self) -> Iterator[PendingReply]:
         """What is owed now, oldest first."""
         return iter(tuple(self._places))
+
+    @property
+    def run_to_come(self) -> Callable[[], ChainRun | None] | None:
+        """What may follow by itself the one prediction that is owed."""
+        return self._places[0].open_run if len(self._places) == 1 else None
 
     def await_stream(self, request_id: int, session_id: int) -> None:
         """Let the lane's return stream serve this request: an open one at once, else the one to come."""
@@ -134,6 +147,23 @@ class Predictions:
         self._scope = scope
         self._plain = plain
         self._opened.set()
+
+    def is_token(self, reply: Reply) -> bool:
+        """Whether it is one token that the model has: nothing else can be followed by a step."""
+        return reply.kind is ReplyKind.PREDICTED_TOKEN and 0 <= reply.predicted < self._vocab_size
+
+    def go_on(self, reply: Reply, kind: MessageKind) -> None:
+        """In the engine's thread: the prediction has come, and a frame of ``kind`` asks for the next one.
+
+        Its place stays: it is for the first that is not followed so. Raises RemoteProtocolError.
+        """
+        assert self._stream is not None
+        self._stream.receive(reply)
+        self._stream.expect(kind)
+
+    def moved(self) -> None:
+        """A prediction has come, with another one owed."""
+        self._moved = trio.current_time()
 
     def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         assert self._stream is not None

@@ -11,6 +11,7 @@ import trio
 from skippy.protocol import Reply, ReplyAnnex
 
 from .errors import StageError
+from .runs import ChainRun
 
 T = TypeVar("T")
 
@@ -23,9 +24,11 @@ class PendingReply:
 
     Attributes:
         annex: what comes with the reply, once it is there.
+        open_run: asked for the steps that may follow the reply by themselves, where there are to be any; the
+            reply is then that of the last of them.
     """
 
-    __slots__ = ("_complete", "_event", "_failure", "_follow", "_reply", "annex")
+    __slots__ = ("_complete", "_event", "_failure", "_follow", "_reply", "annex", "open_run")
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class PendingReply:
         annex: ReplyAnnex | None = None,
     ) -> None:
         self.annex = annex
+        self.open_run: Callable[[], ChainRun | None] | None = None
         self._complete = complete
         self._event = trio.Event()
         self._reply = reply

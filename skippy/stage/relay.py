@@ -9,67 +9,77 @@ gets it back with the first thing that is not the next decode step.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
 
 import trio
 
 from skippy.engine import StageEngine
-from skippy.protocol import Message, MessageDecoder
+from skippy.protocol import MessageDecoder, ReplyDecoder
 
 from .express import Express
 from .inbox import Inbox
 from .links import Link
-from .memory import FrameMemory
 from .scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from .steps import Steps
+T = TypeVar("T")
 
 SILENCE_SECS: Final = 0.5
 """A relay that brings no frame for as long ends. Deadlines are kept by those who read without one."""
 
 
-class Relay:
+class Relay(Generic[T]):
     """The receiving side of a link, on loan to the engine's thread.
 
     Until it is over, that thread alone touches the decoder, the lane's session and its state machine. Every
-    other use of these begins with :meth:`revoke`. Made by :meth:`Steps.open_relay`; :meth:`run` it at once.
+    other use of these begins with :meth:`revoke`. :class:`skippy.stage.steps.Steps` makes it; :meth:`run` it
+    at once.
 
     Args:
         descriptor: of the link.
+        next_frame: the decoder's next whole frame.
+        take: called in the engine's thread with a frame, the right to send, and :meth:`revoke`, for what the
+            event loop must hear of. Begins a step and returns what has the right now; None for a frame that
+            is not the next step.
+        is_stuck: whether what has come of a frame is for the event loop to see.
         express: the decode step that was started last, and has the right to send.
+        on_over: called in the event loop's thread before :meth:`run` returns.
     """
 
     def __init__(
         self,
-        steps: Steps,
         scheduler: Scheduler,
         link: Link,
         inbox: Inbox,
         descriptor: int,
-        decoder: MessageDecoder,
-        memory: FrameMemory,
+        decoder: MessageDecoder | ReplyDecoder,
+        next_frame: Callable[[], T | None],
+        take: Callable[[T, Express, Callable[[], object]], Express | None],
+        is_stuck: Callable[[], bool],
         express: Express,
+        on_over: Callable[[], object] = lambda: None,
     ) -> None:
-        self._steps = steps
         self._scheduler = scheduler
         self._link = link
         self._inbox = inbox
         self._descriptor = descriptor
-        self._decoder = decoder
-        self._memory = memory
+        self._decoder: Any = decoder
+        self._next_frame = next_frame
+        self._take = take
+        self._is_stuck = is_stuck
         self._express = express
+        self._on_over = on_over
         self._lock = threading.Lock()
         self._is_over = False
         self._over = trio.Event()
         self._frames = 0
-        self._message: Message | None = None
+        self._frame: T | None = None
         self._error: Exception | None = None
 
     # -- in the event loop's thread --------------------------------------------------------------------
 
-    async def run(self) -> Message | None:
-        """Wait until the relay is over. Returns a message that came and is still to be handled, if any.
+    async def run(self) -> T | None:
+        """Wait until the relay is over. Returns a frame that came and is still to be handled, if any.
 
         Otherwise read on; what has come of a frame is in the decoder. Cancelled, the relay is over.
 
@@ -86,9 +96,10 @@ class Relay:
                     await self._over.wait()
         finally:
             self.revoke()
+            self._on_over()
         if self._error is not None:
             raise self._error
-        return self._message
+        return self._frame
 
     def revoke(self) -> None:
         """End the relay; when this returns, the engine's thread takes no further frame. Never waits long."""
@@ -123,22 +134,21 @@ class Relay:
 
     def _receive(self) -> bool:
         """Take what has arrived; begin the step of a whole frame. False where that is not ours to do."""
-        decoder, ready = self._decoder, True
-        while (message := decoder.next_message()) is None:
-            count = self._link.receive_nowait(decoder.get_buffer(), ready=ready)
+        ready = True
+        while (frame := self._next_frame()) is None:
+            if self._is_stuck():
+                return False
+            count = self._link.receive_nowait(self._decoder.get_buffer(), ready=ready)
             if count is None:
                 return True
             if count == 0:
                 return False  # the reader meets the end again
             ready = False
-            decoder.buffer_updated(count)
-            if not self._memory.is_small():
-                return False
-        self._memory.forget()
+            self._decoder.buffer_updated(count)
         self._frames += 1
-        express = self._steps.go_on(message, self._express, self.revoke)
+        express = self._take(frame, self._express, self.revoke)
         if express is None:
-            self._message = message
+            self._frame = frame
             return False
         self._express = express
-        return decoder.at_boundary
+        return bool(self._decoder.at_boundary)

@@ -5,6 +5,7 @@ Stage 0 accepts such streams (:class:`ReturnHub`); the last stage dials them (:c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -30,6 +31,7 @@ from .errors import LaneLost, StageError
 from .framing import receive_reply
 from .links import Link, LinkClosed
 from .reasons import failure_of
+from .relay import Relay
 from .writer import LinkWriter, Reservation
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class ReturnTarget(Protocol):
 
     def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None) -> None:
         """Take the next owed prediction; raises RemoteProtocolError when none is owed."""
+
+    @property
+    def open_relay(self) -> Callable[[Link, ReplyDecoder], Relay[Reply] | None]:
+        """Lends the engine's thread the stream, where steps follow predictions by themselves."""
 
     def bind_return(self, opening: Message, scope: trio.CancelScope, *, plain: bool) -> None:
         """The lane's return stream is there; ``scope`` ends it."""
@@ -98,7 +104,7 @@ class ReturnHub:
         with trio.CancelScope() as scope:
             target.bind_return(opening, scope, plain=plain)
             try:
-                while (reply := await receive_reply(link, replies)) is not None:
+                while (reply := await _receive(link, replies, target)) is not None:
                     target.deliver_prediction(reply, None if annexes is None else annexes.annex)
                 why = None if annexes is None else annexes.failure
                 closed = LaneLost(f"{link.peer} closed the prediction return stream")
@@ -106,6 +112,13 @@ class ReturnHub:
             except (LinkClosed, RemoteProtocolError) as exc:
                 target.fail_return(LaneLost(str(exc)))
                 raise
+
+
+async def _receive(link: Link, decoder: ReplyDecoder, target: ReturnTarget) -> Reply | None:
+    """The next reply, or None, as :func:`receive_reply`, which the engine's thread does not take itself."""
+    if (relay := target.open_relay(link, decoder)) is not None and (reply := await relay.run()) is not None:
+        return reply
+    return await receive_reply(link, decoder)
 
 
 class ReturnStream:

@@ -24,7 +24,7 @@ from skippy.protocol import (
 )
 
 from .errors import RequestFailed, SettingsRefused
-from .local_run import LocalRun
+from .runs import LocalRun
 from .scheduler import Scheduler
 from .scoring import score
 from .settings import GenerationSettings, parse_metadata

@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from skippy.protocol import (
     EMPTY_STATS,
+    AnnexedReplyDecoder,
     Buffer,
     Message,
     MessageDecoder,
     MessageKind,
     Reply,
+    ReplyDecoder,
     UpstreamConnection,
     UpstreamState,
     VerifyPipeline,
@@ -35,14 +38,16 @@ from .framing import allocate
 from .intake import ONE_TOKEN, check_data, wave_of
 from .interfaces import LaneTasks, ReplySink
 from .links import Link
-from .local_run import LocalRun
 from .memory import FrameMemory
 from .predictions import Predictions
 from .queues import PendingReply
 from .relay import Relay
+from .runs import LocalRun
 from .session import Predicted, Sink, StageSession
 from .statistics import LaneStats, Times
 from .work import Work
+
+T = TypeVar("T")
 
 
 class Steps:
@@ -71,9 +76,11 @@ class Steps:
         """The frame handled last, if :meth:`start_decode` took it: perhaps still with the engine."""
         self._express: Express | None = None
         """Of the frame in ``_started``."""
-        self._relay: Relay | None = None
+        self._relay: Relay[Any] | None = None
         self._owed: deque[PendingReply] = deque()
-        self.predictions = Predictions(context.hub, context.info.vocab_size, self._windows, lane.lose)
+        self.predictions = Predictions(
+            context.hub, context.info.vocab_size, self._windows, lane.lose, self.open_return_relay
+        )
 
     @property
     def state(self) -> UpstreamState:
@@ -156,29 +163,93 @@ class Steps:
 
     # -- on loan to the engine's thread ----------------------------------------------------------------
 
-    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay | None:
+    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay[Message] | None:
         """Let the engine's thread receive the steps that follow the one which was started just now.
 
         None where it cannot. See :mod:`skippy.stage.relay`.
         """
-        context, express = self._context, self._express
+
+        def take(message: Message, express: Express, on_urgent: Callable[[], object]) -> Express | None:
+            memory.forget()
+            return self.go_on(message, express, on_urgent)
+
+        if self._gets_predictions:
+            return None
+        return self._lend(link, decoder, decoder.next_message, take, lambda: not memory.is_small())
+
+    def open_return_relay(self, link: Link, decoder: ReplyDecoder) -> Relay[Reply] | None:
+        """Let the engine's thread receive the predictions that follow, each of which begins the next step.
+
+        None where it cannot, or nothing is to follow by itself.
+        """
+        open_run = self.predictions.run_to_come
+        if link.descriptor is None or open_run is None or (run := open_run()) is None:
+            return None
+
+        def take(reply: Reply, express: Express, on_urgent: Callable[[], object]) -> Express | None:
+            annex = decoder.annex if isinstance(decoder, AnnexedReplyDecoder) else None
+            if not self.predictions.is_token(reply):
+                return None
+            message = run.next_message(reply.predicted, annex)
+            if message is None:
+                return None
+            following = self.go_on(message, express, on_urgent)
+            if following is not None:
+                self.predictions.go_on(reply, message.kind)
+                run.went_on(reply, annex)
+                self._context.scheduler.tell(report)
+            return following
+
+        def report() -> None:
+            run.report(came)
+
+        def came(reply: Reply) -> None:
+            self.predictions.moved()
+            self.stats.complete(reply)
+
+        def over() -> None:
+            report()
+            run.ended()
+
+        relay = self._lend(link, decoder, decoder.next_reply, take, lambda: decoder.ended, over)
+        if relay is None:
+            run.ended()
+        return relay
+
+    def _lend(
+        self,
+        link: Link,
+        decoder: MessageDecoder | ReplyDecoder,
+        next_frame: Callable[[], T | None],
+        take: Callable[[T, Express, Callable[[], object]], Express | None],
+        is_stuck: Callable[[], bool],
+        on_over: Callable[[], object] = lambda: None,
+    ) -> Relay[T] | None:
+        context, express, downstream = self._context, self._express, self.downstream
         inbox, descriptor = context.scheduler.inbox, link.descriptor
         if (
             inbox is None
             or descriptor is None
-            or not decoder.at_boundary
-            or self._gets_predictions
             or express is None
             or self._started is None
-            or not express.pending
+            or not (express.pending and decoder.at_boundary)
+            or not (downstream is None or downstream.drained)
             or context.telemetry.enabled(Level.DEBUG)
-            or (self.downstream is not None and not self.downstream.drained)
         ):
             return None
-        self._relay = relay = Relay(
-            self, context.scheduler, link, inbox, descriptor, decoder, memory, express
+        relay = Relay(
+            context.scheduler,
+            link,
+            inbox,
+            descriptor,
+            decoder,
+            next_frame,
+            take,
+            is_stuck,
+            express,
+            on_over,
         )
-        self._started.report = relay.revoke
+        self._relay, self._started.report = relay, relay.revoke
         return relay
 
     def go_on(self, message: Message, express: Express, on_urgent: Callable[[], object]) -> Express | None:

@@ -11,7 +11,7 @@ from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import FinishHint, ReplyAnnex
 from skippy.stage.iterations import LEAST_PREFILL_ROWS as SLICE
-from skippy.stage.local_run import MAX_AHEAD, LocalRun
+from skippy.stage.runs import MAX_AHEAD, LocalRun
 from skippy.stage.work import Work, WorkCancelled
 from tests.support.iterations import Bench, bench, ended_well
 
