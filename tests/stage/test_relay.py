@@ -12,12 +12,21 @@ import trio.testing
 
 from skippy.config import Endpoint
 from skippy.engine import EngineError
-from skippy.frontend.generation import GenerationError, GenerationRequest
-from skippy.protocol import Message, MessageKind, Reply, default_state, encode_frame
+from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest
+from skippy.protocol import (
+    FinishHint,
+    Message,
+    MessageKind,
+    Reply,
+    ReplyAnnex,
+    default_state,
+    encode_frame,
+)
 from skippy.stage.express import Express
 from skippy.stage.inbox import Inbox
 from skippy.stage.links import TcpTransport
 from skippy.stage.relay import Relay
+from skippy.stage.runs import MAX_AHEAD, ChainRun
 from skippy.stage.steps import Steps
 from skippy.stage.writer import LinkWriter
 from tests.stage.test_chain import (
@@ -132,10 +141,10 @@ async def test_an_engine_failure_on_the_way_ends_the_request_alone(
 
 async def test_a_revoked_relay_takes_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after the revocation meets the event loop, and the right to send is back."""
-    relays: list[Relay] = []
+    relays: list[Relay[Any]] = []
     original = Relay.run
 
-    async def run(self: Relay) -> Message | None:
+    async def run(self: Relay[Any]) -> Any:
         relays.append(self)
         return await original(self)
 
@@ -234,3 +243,90 @@ def test_an_inbox_wakes_for_work_and_leaves_closed_sockets_alone() -> None:
 def _wake_until(inbox: Inbox, woken: threading.Event) -> None:
     while not woken.wait(0.001):
         inbox.wake()
+
+
+async def test_steps_stay_within_reach_of_a_slow_reader() -> None:
+    """Tokens that nobody has taken are bounded, however fast the chain is, and none is lost or doubled."""
+    with trio.fail_after(30):
+        async with (
+            toy_cluster(3, transport=TcpTransport()) as cluster,
+            generator_over(cluster, lanes=1) as generator,
+        ):
+            tokens = []
+            async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=30)) as stream:
+                async for token in stream:
+                    tokens.append(token)
+                    # Time enough for several rings.
+                    await trio.testing.wait_all_tasks_blocked(0.005)
+                    assert len(stream._decoding._tokens) <= MAX_AHEAD
+            assert tokens == unsplit_tokens(PROMPT, 30)
+            await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+async def test_a_lane_lost_on_the_way_ends_the_request_and_is_replaced(lost: int) -> None:
+    with trio.fail_after(30):
+        async with (
+            toy_cluster(3, transport=TcpTransport()) as cluster,
+            generator_over(cluster, lanes=1) as generator,
+        ):
+            async with generator.generate(GenerationRequest(prompt=PROMPT, max_tokens=500)) as stream:
+                for _ in range(5):
+                    await stream.__anext__()
+                for lane in cluster.stages[lost].context.lanes:
+                    lane.close()
+                with pytest.raises(ChainUnavailable):
+                    await exhaust(stream)
+            short = GenerationRequest(prompt=PROMPT, max_tokens=8)
+            assert await generate(generator, short) == unsplit_tokens(PROMPT, 8)
+            await wait_for_sequences(cluster)
+
+
+def chain_run(steps: int, taken: int = 1000) -> tuple[ChainRun, list[tuple[int, bool]]]:
+    told: list[tuple[int, bool]] = []
+
+    def message(count: int, token: int) -> Message:
+        return Message(K.DECODE_EMBD, default_state(K.DECODE_EMBD), pos_start=10 + count, tokens=(token,))
+
+    run = ChainRun(
+        steps,
+        lambda token: token == 0,
+        lambda token, _, goes_on: told.append((token, goes_on)),
+        taken=taken,
+        message=message,
+        ended=lambda: None,
+    )
+    return run, told
+
+
+def test_a_run_goes_on_for_as_many_steps_as_there_may_be() -> None:
+    run, told = chain_run(3)
+    for count, token in enumerate([7, 8], start=1):
+        message = run.next_message(token, None)
+        assert message is not None
+        assert (message.pos_start, message.tokens) == (10 + count, (token,))
+        run.went_on(Reply.predicted_token(token), None)
+    assert run.next_message(9, None) is None  # the third is the last there may be
+    replies: list[Reply] = []
+    run.report(replies.append)
+    run.report(replies.append)
+    assert told == [(7, True), (8, True)]
+    assert [reply.predicted for reply in replies] == [7, 8]
+
+
+def test_a_run_ends_where_nothing_may_follow() -> None:
+    assert chain_run(9)[0].next_message(0, None) is None
+    assert chain_run(9)[0].next_message(5, ReplyAnnex(finish_hint=FinishHint.MUST_END)) is None
+    assert chain_run(9)[0].next_message(5, ReplyAnnex(finish_hint=FinishHint.MAY_END)) is not None
+    stopped, _ = chain_run(9)
+    stopped.stopped = True
+    assert stopped.next_message(5, None) is None
+
+
+def test_a_run_counts_what_its_reader_has_taken() -> None:
+    run, _ = chain_run(100, taken=-1)  # one token waits already
+    for _ in range(MAX_AHEAD - 2):
+        assert run.next_message(5, None) is not None
+    assert run.next_message(5, None) is None
+    run.taken += 1
+    assert run.next_message(5, None) is not None
