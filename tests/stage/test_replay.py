@@ -77,7 +77,7 @@ async def lossy_chain(lanes: int = LANES, stages: int = 3, **options: Any) -> As
             transport.fate = lambda _: None
             await trio.sleep(5)
             assert cluster.free_sequences == [lanes] * stages
-            gate, pool = generator._gate, generator._pool
+            gate, pool = generator.gate, generator._pool
             assert gate.reserved_tokens == 0
             assert not gate._running
             assert not gate._replacing
@@ -345,7 +345,7 @@ async def test_a_client_that_leaves_while_its_request_waits_for_a_lane(
                 plug_in = unplug(chain, PORTS["stage 1"])
                 await exhaust(stream)
         assert scope.cancelled_caught
-        assert chain.generator._gate.reserved_tokens == 0
+        assert chain.generator.gate.reserved_tokens == 0
         plug_in()
     assert chain.replays == ["begin", "failed"]
 
@@ -384,7 +384,7 @@ async def test_a_replay_goes_before_those_who_wait(autojump_clock: trio.testing.
         ended.append(name)
 
     async with lossy_chain(lanes=2) as chain:
-        gate = chain.generator._gate
+        gate = chain.generator.gate
         chain.transport.fate = once(PORTS["stage 1"], 24, "lose")
         async with trio.open_nursery() as nursery:
             for name in ("first", "second", "third", "fourth"):
