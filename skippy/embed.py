@@ -263,14 +263,21 @@ async def open_openai(
     options: OpenAIOptions | None = None,
     *,
     listen_socket: socket.socket | None = None,
+    grace_secs: float = 1.0,
+    outage: Callable[[], str | None] = lambda: None,
 ) -> AsyncIterator[OpenAIEndpoint]:
     """Serve the OpenAI API on a stage 0 for the length of the block; inside it HTTP is bound.
 
     The chain below may still be connecting: see ``endpoint.wait_ready``. Until then requests are answered
     with 503.
 
+    When the block is left, new requests are answered with 503 and running ones have ``grace_secs`` to finish;
+    then they end with an error. Cancelled, they end at once.
+
     Args:
         listen_socket: an already listening TCP socket to use instead of binding ``options.bind_addr``.
+        outage: asked, while no lane is connected, what the host knows about why; None lets the lanes say what
+            they have found.
 
     Raises:
         StageStartError: the stage does not own layer 0, or the concurrency exceeds its lanes.
@@ -290,7 +297,7 @@ async def open_openai(
             raise StageStartError(
                 f"{config.stage_id}: {what} {wanted} is more than lane_count {config.lane_count}"
             )
-    pool = LanePool(stage, lanes)
+    pool = LanePool(stage, lanes, outage)
     generator = ChainGenerator(stage, pool, options.model_id or config.model_id, options)
     telemetry = stage.context.telemetry
     app = create_app(
@@ -302,7 +309,13 @@ async def open_openai(
         ),
     )
     shutdown = trio.Event()
-    serve = functools.partial(serve_http, app, listen_socket or str(options.bind_endpoint), shutdown=shutdown)
+    serve = functools.partial(
+        serve_http,
+        app,
+        listen_socket or str(options.bind_endpoint),
+        shutdown=shutdown,
+        grace_secs=grace_secs,
+    )
     # HTTP ends before the lanes do, so that open streams end with a word about the shutdown.
     async with _pool_running(pool), open_hidden_nursery() as nursery:
         host, port = await nursery.start(serve)

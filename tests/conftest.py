@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from skippy.cli.demo import find_model
 from skippy.cli.errors import SettingError
 from tests.support.certificates import Certificates
+
+# In a script's background SIGINT is ignored, which processes inherit; tests send it to some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
-import signal
 import socket
 import threading
+import time
 from typing import Any
 
 import click
@@ -16,10 +17,13 @@ from skippy import embed
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, from_json_value
 
 from .errors import SettingError
-from .serving import exit_after, serve_one
+from .obituary import UNRETURNED
+from .serving import serve_one
+from .stopping import Stop, stop_signals
 
 MAX_SETTINGS_BYTES = 1024 * 1024
-GRACE_SECONDS = 2.5  # less than what the parent gives before it kills
+ORPHAN_SECS = 2.5
+_SETTINGS = ("config", "topology", "options", "openai", "grace_secs")
 
 
 @click.command("stage-child", hidden=True)
@@ -28,35 +32,62 @@ GRACE_SECONDS = 2.5  # less than what the parent gives before it kills
 @click.option("--openai-fd", type=int)
 def stage_child(listen_fd: int, status_fd: int, openai_fd: int | None) -> None:
     """Run the stage that the parent process describes on standard input."""
-    settings = _read_settings()
+    settings, rest = _read_settings()
     config = from_json_value(settings["config"], StageConfig)
     topology = from_json_value(settings["topology"], StageTopology)
     options = from_json_value(settings["options"], StageOptions)
     openai = None if settings["openai"] is None else from_json_value(settings["openai"], OpenAIOptions)
-    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
+    grace_secs: float = settings["grace_secs"]
+    # A native crash says where, in the words that the parent keeps of this process.
+    faulthandler.enable(all_threads=False)
+    parent = _Parent(status_fd)
+    with stop_signals(grace_secs, patient=True) as stop:
+        threading.Thread(target=parent.listen, args=(rest, stop), name="parent watch", daemon=True).start()
+        serve_one(
+            config,
+            topology,
+            options,
+            openai,
+            parent,
+            stop,
+            grace_secs=grace_secs,
+            stage_socket=socket.socket(fileno=listen_fd),
+            openai_socket=None if openai_fd is None else socket.socket(fileno=openai_fd),
+            outage=lambda: parent.notice,
+        )
 
-    serve_one(
-        config,
-        topology,
-        options,
-        openai,
-        _TellParent(status_fd),
-        stage_socket=socket.socket(fileno=listen_fd),
-        openai_socket=None if openai_fd is None else socket.socket(fileno=openai_fd),
-        grace_seconds=GRACE_SECONDS,
-    )
 
+class _Parent:
+    """The process that started this one: is told on an inherited pipe, and says things on standard input.
 
-class _TellParent:
-    """Announces on an inherited pipe, a line each.
+    Nothing here waits for it: a line that finds the pipe full is lost.
 
-    Nothing here waits for the parent: a line that finds the pipe full is lost.
+    Attributes:
+        notice: what it has said about an outage of the chain; None while there is none.
     """
 
     def __init__(self, status_fd: int) -> None:
         os.set_blocking(status_fd, False)
         self._status_fd = status_fd
         self._percent = -1
+        self.notice: str | None = None
+
+    def listen(self, data: bytes, stop: Stop) -> None:
+        """Take notices, a line of JSON each, until the end of standard input: the parent is gone.
+
+        Then nobody keeps the chain together, and its ports are wanted for the next one: the process ends at
+        once, and after ORPHAN_SECS whatever it is doing.
+        """
+        while True:
+            *lines, data = data.split(b"\n")
+            for line in lines:
+                self.notice = json.loads(line)["notice"]
+            if not (chunk := os.read(0, 65536)):
+                break
+            data += chunk
+        stop.request(at_once=True)
+        time.sleep(ORPHAN_SECS)
+        os._exit(UNRETURNED)
 
     def _tell(self, line: bytes) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -69,7 +100,7 @@ class _TellParent:
             self._tell(b"load %d %d" % (done, total))
 
     def listening(self, stage: embed.Stage, url: str | None) -> None:
-        """Not told: the parent made the sockets, so it knows the addresses."""
+        self._tell(b"serving")
 
     def ready(self) -> None:
         self._tell(b"ready")
@@ -78,28 +109,21 @@ class _TellParent:
         self._tell(b"statistics " + json.dumps(counts).encode())
 
 
-def _read_settings() -> dict[str, Any]:
-    """One line of JSON from standard input, which stays open."""
+def _read_settings() -> tuple[dict[str, Any], bytes]:
+    """One line of JSON from standard input, which stays open, and what was read beyond it."""
     data = bytearray()
-    while not data.endswith(b"\n"):
+    while b"\n" not in data:
         chunk = os.read(0, 65536)
         if not chunk or len(data) > MAX_SETTINGS_BYTES:
-            raise SettingError(
-                "stage-child is started by skippy run, which sends it settings; run that instead"
-            )
+            raise _not_for_people()
         data += chunk
+    line, _, rest = data.partition(b"\n")
     try:
-        settings = json.loads(data)
-        return {name: settings[name] for name in ("config", "topology", "options", "openai")}
+        settings = json.loads(line)
+        return {name: settings[name] for name in _SETTINGS}, bytes(rest)
     except (ValueError, LookupError, TypeError):
-        raise SettingError(
-            "stage-child is started by skippy run, which sends it settings; run that instead"
-        ) from None
+        raise _not_for_people() from None
 
 
-def _end_with_parent() -> None:
-    """Stop as for SIGTERM once the parent, which holds the other end of standard input, is gone."""
-    while os.read(0, 4096):
-        pass
-    exit_after(GRACE_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _not_for_people() -> SettingError:
+    return SettingError("stage-child is started by skippy run, which sends it settings; run that instead")

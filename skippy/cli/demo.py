@@ -22,7 +22,7 @@ from skippy.topology import (
 )
 
 from .errors import SettingError
-from .flags import SAFE_MODE, WARM_PRECONNECT
+from .flags import DEFAULT_GRACE_SECS, SAFE_MODE, WARM_PRECONNECT
 from .launch import Chain, Child
 from .progress import SliceProgress
 from .sockets import endpoint_of, listen_on
@@ -47,6 +47,7 @@ class DemoOptions:
     lane_count: int = 4
     threads: int | None = None
     telemetry_level: str = "off"
+    grace_secs: float = DEFAULT_GRACE_SECS
 
 
 def find_model(path: Path | None) -> Path:
@@ -143,4 +144,5 @@ def _describe(
             telemetry_level=options.telemetry_level,  # type: ignore[arg-type]  # click.Choice has checked it
         ),
         openai=OpenAIOptions(bind_addr=str(endpoint_of(openai_listener))),
+        grace_secs=options.grace_secs,
     )

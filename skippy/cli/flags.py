@@ -77,6 +77,9 @@ def _same(given: str, off_value: Any) -> bool:
         return False
 
 
+DEFAULT_GRACE_SECS = 4.0
+"""From a stop signal to the end of the process, of all processes of ``skippy run``."""
+
 config_option = click.option(
     "--config", "config_path", type=click.Path(path_type=Path), metavar="FILE", help="This stage's JSON file."
 )
@@ -96,6 +99,15 @@ telemetry_options = combine(
         default="summary",
         show_default=True,
     ),
+)
+grace_option = click.option(
+    "--shutdown-grace-secs",
+    "grace_secs",
+    type=click.FloatRange(min=0.1, max=86_400),
+    default=DEFAULT_GRACE_SECS,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a stop may take in all; running requests may go on until shortly before.",
 )
 connect_timeout_option = click.option(
     "--downstream-connect-timeout-secs",

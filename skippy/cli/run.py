@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,17 @@ from skippy.telemetry import configure_logging
 from . import flags
 from .demo import DemoOptions, prepare
 from .ending import ending_in_order
-from .launch import Chain, run_chain
+from .launch import Chain
+from .obituary import UNRETURNED
 from .progress import SliceProgress
-from .serve import Terminal
-from .serving import run_until_signal, serve_one
+from .restarts import DEFAULT_MAX_RESTARTS, RestartPolicy
+from .serve import serve_on_terminal
 from .sockets import url_host
+from .stopping import stop_signals
+from .supervise import Supervisor
+
+LATE_SECS = 0.5
+"""How much later than its stages this process ends by force."""
 
 STAGE_ONLY = (
     "topology_path",
@@ -35,7 +40,18 @@ STAGE_ONLY = (
     "tls_key",
     "tls_ca",
 )
-DEMO_ONLY = ("model", "model_id", "stages", "splits", "bind", "ctx_size", "lane_count", "threads", "verbose")
+DEMO_ONLY = (
+    "model",
+    "model_id",
+    "stages",
+    "splits",
+    "bind",
+    "ctx_size",
+    "lane_count",
+    "threads",
+    "max_restarts",
+    "verbose",
+)
 
 
 @click.command("run")
@@ -56,6 +72,14 @@ DEMO_ONLY = ("model", "model_id", "stages", "splits", "bind", "ctx_size", "lane_
 )
 @click.option("--lane-count", type=int, default=4, show_default=True, metavar="N", help="Requests at once.")
 @click.option("--threads", type=int, metavar="N", help="Threads per stage; default: cores divided by stages.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=DEFAULT_MAX_RESTARTS,
+    show_default=True,
+    metavar="N",
+    help="Give up when a stage has crashed once more in a row.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show the stages' logs.")
 @flags.config_option
 @flags.topology_option
@@ -64,6 +88,7 @@ DEMO_ONLY = ("model", "model_id", "stages", "splits", "bind", "ctx_size", "lane_
 )
 @flags.connect_timeout_option
 @flags.link_security_options
+@flags.grace_option
 @click.option("--telemetry-level", type=click.Choice(["off", "summary", "debug"]), help="How much is logged.")
 @click.pass_context
 def run(context: click.Context, /, config_path: Path | None, **values: Any) -> None:
@@ -90,6 +115,7 @@ def run_stage(
     topology_path: Path | None,
     openai_bind_addr: str | None,
     telemetry_level: str | None,
+    grace_secs: float,
     **link: Any,
 ) -> None:
     """Be the stage that ``config_path`` describes."""
@@ -98,16 +124,19 @@ def run_stage(
     if openai_bind_addr is not None:
         openai = flags.check_openai(config, OpenAIOptions(bind_addr=openai_bind_addr))
     options = flags.stage_options(telemetry_level=telemetry_level or "summary", **link)
-    serve_one(config, topology, options, openai, Terminal())
+    serve_on_terminal(config, topology, options, openai, grace_secs)
 
 
-def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
+def run_demo(verbose: bool, telemetry_level: str | None, max_restarts: int, **values: Any) -> None:
     """Run a whole chain on this machine."""
     level = telemetry_level or ("summary" if verbose else "off")
     configure_logging()
     with ending_in_order():
         chain = prepare(DemoOptions(telemetry_level=level, **values))
-    with SliceProgress(f"{len(chain.children)} stages") as progress:
+    with (
+        SliceProgress(f"{len(chain.children)} stages") as progress,
+        stop_signals(chain.grace_secs + LATE_SECS, abandon=chain.kill) as stop,
+    ):
 
         def loading() -> None:
             done, total = (sum(numbers) for numbers in zip(*(c.loaded for c in chain.children), strict=True))
@@ -118,8 +147,14 @@ def run_demo(verbose: bool, telemetry_level: str | None, **values: Any) -> None:
             progress.stop()
             click.echo(welcome(chain))
 
-        main = partial(run_chain, chain, relay=verbose, ready=ready, loading=loading)
-        trio.run(run_until_signal, main, None)
+        async def main() -> bool:
+            policy = RestartPolicy(max_restarts=max_restarts)
+            supervisor = Supervisor(chain, relay=verbose, ready=ready, loading=loading, policy=policy)
+            await stop.run(supervisor.run)
+            return supervisor.unreturned
+
+        if trio.run(main):
+            sys.exit(UNRETURNED)
 
 
 def own_command() -> str:

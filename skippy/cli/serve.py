@@ -9,12 +9,13 @@ import attrs
 import click
 
 from skippy import embed
-from skippy.config import OpenAIOptions
+from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology
 
 from . import flags
 from .errors import SettingError
 from .serving import serve_one
 from .statistics import log_statistics
+from .stopping import stop_signals
 
 
 class Terminal:
@@ -37,6 +38,18 @@ class Terminal:
         log_statistics(counts)
 
 
+def serve_on_terminal(
+    config: StageConfig,
+    topology: StageTopology | None,
+    options: StageOptions,
+    openai: OpenAIOptions | None,
+    grace_secs: float,
+) -> None:
+    """Run a stage until SIGINT, SIGTERM or SIGHUP."""
+    with stop_signals(grace_secs) as stop:
+        serve_one(config, topology, options, openai, Terminal(), stop, grace_secs=grace_secs)
+
+
 def openai_from_flags(bind_addr: str, values: dict[str, Any]) -> OpenAIOptions:
     """OpenAIOptions from the values of :func:`flags.openai_options`, which are taken out of ``values``."""
     names = [field.name for field in attrs.fields(OpenAIOptions) if field.name in values]
@@ -57,6 +70,7 @@ def refuse_idle_flags(openai: OpenAIOptions) -> None:
 @click.option("--bind-addr", metavar="HOST:PORT", help="Listen here instead of at the file's bind_addr.")
 @flags.link_options
 @flags.telemetry_options
+@flags.grace_option
 @click.option("--openai-bind-addr", metavar="HOST:PORT", help="Also serve OpenAI here (stage 0 only).")
 @flags.openai_options("openai-")
 @flags.draft_options
@@ -65,6 +79,7 @@ def serve_binary(
     topology_path: Path | None,
     bind_addr: str | None,
     openai_bind_addr: str | None,
+    grace_secs: float,
     **values: Any,
 ) -> None:
     """Run one stage; a stage 0 with --openai-bind-addr also serves OpenAI."""
@@ -73,9 +88,9 @@ def serve_binary(
     options = flags.stage_options(**values)
     if openai_bind_addr is None:
         refuse_idle_flags(openai)
-        serve_one(config, topology, options, None, Terminal())
+        serve_on_terminal(config, topology, options, None, grace_secs)
     else:
-        serve_one(config, topology, options, flags.check_openai(config, openai), Terminal())
+        serve_on_terminal(config, topology, options, flags.check_openai(config, openai), grace_secs)
 
 
 @click.command("serve-openai")
@@ -97,18 +112,20 @@ def serve_binary(
 @flags.off("--openai-guardrails", "guardrails are", off_value="off")
 @flags.link_security_options
 @flags.telemetry_options
+@flags.grace_option
 def serve_openai(
     config_path: Path | None,
     topology_path: Path | None,
     bind_addr: str,
     startup_timeout_secs: int,
+    grace_secs: float,
     **values: Any,
 ) -> None:
     """Run a stage 0 and serve OpenAI."""
     config, topology = flags.read_stage(config_path, topology_path)
     openai = flags.check_openai(config, openai_from_flags(bind_addr, values))
     options = flags.stage_options(downstream_connect_timeout_secs=startup_timeout_secs, **values)
-    serve_one(config, topology, options, openai, Terminal())
+    serve_on_terminal(config, topology, options, openai, grace_secs)
 
 
 @click.command("serve")

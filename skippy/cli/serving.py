@@ -1,13 +1,11 @@
-"""One stage in this process, until a signal or a failure ends it."""
+"""One stage in this process, until a stop or a failure ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import trio
@@ -16,13 +14,12 @@ from skippy import embed
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology
 from skippy.telemetry import STDERR_VARIABLE, Level, Telemetry, configure_logging
 
-from .errors import FAILURE
 from .progress import SliceProgress
 from .statistics import answer_statistics_signal, stage_statistics
+from .stopping import Stop
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE_SECONDS = 4.0
-"""After this long a stop becomes an exit without clean-up."""
+ENDING_SECS = 1.5
+"""How much of the grace period is kept for the end itself: last words to clients, lanes, the engine."""
 
 
 class Announce(Protocol):
@@ -47,17 +44,24 @@ def serve_one(
     options: StageOptions,
     openai: OpenAIOptions | None,
     announce: Announce,
+    stop: Stop,
     *,
+    grace_secs: float,
     stage_socket: socket.socket | None = None,
     openai_socket: socket.socket | None = None,
-    grace_seconds: float = GRACE_SECONDS,
+    outage: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Run the stage until SIGINT, SIGTERM or SIGHUP; raises what the stage fails with."""
+    """Run the stage until ``stop`` is requested; raises what the stage fails with.
+
+    Args:
+        grace_secs: the whole time for a stop. Running requests may go on until ENDING_SECS before its end, or
+            for one half of it if it is short.
+        outage: as for :func:`skippy.embed.open_openai`.
+    """
     level = Level.parse(options.telemetry_level)
     configure_logging(debug=level is Level.DEBUG or STDERR_VARIABLE in os.environ)
     context = {"run_id": config.run_id, "stage_id": config.stage_id}
     telemetry = Telemetry.from_environment(level, capacity=options.telemetry_queue_capacity, context=context)
-
     stage: embed.Stage | None = None
 
     async def serve() -> None:
@@ -79,16 +83,23 @@ def serve_one(
                     progress=report,
                 )
                 stage = await stack.enter_async_context(opened)
-            if openai is None:
-                announce.listening(stage, None)
-            else:
-                endpoint = await stack.enter_async_context(
-                    embed.open_openai(stage, openai, listen_socket=openai_socket)
+            endpoint = None
+            if openai is not None:
+                opened_endpoint = embed.open_openai(
+                    stage,
+                    openai,
+                    listen_socket=openai_socket,
+                    grace_secs=max(grace_secs - ENDING_SECS, grace_secs / 2),
+                    outage=outage,
                 )
-                announce.listening(stage, endpoint.url)
-                await endpoint.wait_ready()
-            announce.ready()
-            await trio.sleep_forever()
+                endpoint = await stack.enter_async_context(opened_endpoint)
+            announce.listening(stage, None if endpoint is None else endpoint.url)
+            # Leaving the blocks is what ends them: the endpoint's lets requests finish.
+            stop.in_order()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_announce_ready, endpoint, announce)
+                await stop.requested.wait()
+                nursery.cancel_scope.cancel()
 
     async def main() -> None:
         # Telemetry outlives the stage, so that what happens while it stops is recorded too.
@@ -98,45 +109,13 @@ def serve_one(
                 answer_statistics_signal,
                 lambda: announce.statistics(stage_statistics(config.stage_id, stage)),
             )
-            await run_until_signal(serve, grace_seconds)
+            await stop.run(serve)
             nursery.cancel_scope.cancel()
 
     trio.run(main)
 
 
-async def run_until_signal(main: Callable[[], Awaitable[None]], grace_seconds: float | None) -> None:
-    """Run ``main``; a stop signal cancels it, and further ones change nothing.
-
-    If the process is still there ``grace_seconds`` after the signal, it exits without clean-up (None: never).
-    """
-    with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
-        async with trio.open_nursery() as nursery:
-            # Read to the end: a signal that nobody reads gets its default action when the receiver closes.
-            reading = trio.CancelScope(shield=True)
-            stopping = trio.CancelScope()
-            nursery.start_soon(_cancel_on_signal, signals, reading, stopping, grace_seconds)
-            try:
-                with stopping:
-                    await main()
-            finally:
-                reading.cancel()
-
-
-async def _cancel_on_signal(
-    signals: AsyncIterator[int],
-    reading: trio.CancelScope,
-    stopping: trio.CancelScope,
-    grace_seconds: float | None,
-) -> None:
-    with reading:
-        async for _ in signals:
-            if grace_seconds is not None and not stopping.cancel_called:
-                exit_after(grace_seconds)
-            stopping.cancel()
-
-
-def exit_after(seconds: float) -> None:
-    """End the process ``seconds`` from now, whatever it is doing, unless it ended before."""
-    timer = threading.Timer(seconds, os._exit, (FAILURE,))
-    timer.daemon = True
-    timer.start()
+async def _announce_ready(endpoint: embed.OpenAIEndpoint | None, announce: Announce) -> None:
+    if endpoint is not None:
+        await endpoint.wait_ready()
+    announce.ready()

@@ -52,6 +52,12 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     return app
 
 
+def refuse_generations(app: QuartTrio) -> None:
+    """Shutdown: refuse new generations with 503 from now on."""
+    service: CompletionService = app.extensions[_EXTENSION]
+    service.refuse()
+
+
 def end_generations(app: QuartTrio) -> None:
     """Shutdown: end every running generation of ``app`` with an error, refuse new ones. Does not wait."""
     service: CompletionService = app.extensions[_EXTENSION]

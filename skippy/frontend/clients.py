@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Callable
 from typing import Final, cast
 
 import trio
@@ -42,9 +43,10 @@ class GuardedStream:
     Attributes:
         gone: scope for all work on this connection; cancelled when the client is known to be gone.
         idle_since: when its last request ended (or it was opened), on Trio's clock; None during a request.
+            ``on_idle`` is called when it is set.
     """
 
-    def __init__(self, stream: trio.SocketStream, stall_secs: float) -> None:
+    def __init__(self, stream: trio.SocketStream, stall_secs: float, on_idle: Callable[[], object]) -> None:
         self._stream = stream
         self._stall_secs = stall_secs
         self._sending = False
@@ -52,7 +54,14 @@ class GuardedStream:
         self._eof_read = trio.Event()
         self.gone = trio.CancelScope()
         self.idle_since: float | None = trio.current_time()
+        self._on_idle = on_idle
         self.socket = stream.socket  # Hypercorn asks it for the addresses
+
+    def set_idle(self, idle: bool) -> None:
+        """A request has ended, or begun."""
+        self.idle_since = trio.current_time() if idle else None
+        if idle:
+            self._on_idle()
 
     async def send_all(self, data: bytes) -> None:
         view = memoryview(data)
@@ -135,7 +144,7 @@ class _ClientServer(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, Updated):
-            cast(GuardedStream, self.stream).idle_since = trio.current_time() if event.idle else None
+            cast(GuardedStream, self.stream).set_idle(event.idle)
         await super().protocol_send(event)
 
     async def _read_data(self) -> None:
@@ -157,7 +166,7 @@ class ClientConnections:
         self._context = context
         self._stall_secs = stall_secs
         self._open: set[GuardedStream] = set()
-        self._empty = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
 
     @property
     def count(self) -> int:
@@ -169,9 +178,7 @@ class ClientConnections:
             logger.warning("a client was turned away: %d are connected", MAX_CLIENTS)
             stream.socket.close()
             return
-        guarded = GuardedStream(stream, self._stall_secs)
-        if not self._open:
-            self._empty = trio.Event()
+        guarded = GuardedStream(stream, self._stall_secs, self._changed.unpark_all)
         self._open.add(guarded)
         state = ConnectionState({})
         try:
@@ -186,8 +193,7 @@ class ClientConnections:
         finally:
             self._open.discard(guarded)
             stream.socket.close()
-            if not self._open:
-                self._empty.set()
+            self._changed.unpark_all()
 
     def _drop_idlest(self) -> bool:
         """Make room for another connection; False if all are busy."""
@@ -200,8 +206,14 @@ class ClientConnections:
         return True
 
     async def wait_empty(self) -> None:
-        if self._open:
-            await self._empty.wait()
+        """Wait until there is no connection."""
+        while self._open:
+            await self._changed.park()
+
+    async def wait_idle(self) -> None:
+        """Wait until no connection is in the middle of a request."""
+        while any(guarded.idle_since is None for guarded in self._open):
+            await self._changed.park()
 
     async def abort_when_cancelled(self) -> None:
         """Sleep until cancelled, then free the tasks that are stuck in shielded writes."""

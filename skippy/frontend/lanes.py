@@ -96,13 +96,15 @@ class LanePool:
 
     Args:
         size: lanes, at most the stage's lane_count.
+        outage: asked first why no lane is connected; None where nothing else is known.
 
     Attributes:
         on_request_over: told what the stages of the chain have observed of each request.
     """
 
-    def __init__(self, stage: Stage, size: int) -> None:
+    def __init__(self, stage: Stage, size: int, outage: Callable[[], str | None] = lambda: None) -> None:
         self._stage = stage
+        self._outage = outage
         self.size = size
         self._idle: deque[PooledLane] = deque()
         self._connected = 0
@@ -132,7 +134,7 @@ class LanePool:
         """Why no lane is connected; None while one is, or before the first attempt has come to anything."""
         watch = self._stage.context.downstream_watch
         # A wait explains least: whatever ended the last lane says more.
-        return None if self.ready else watch.trouble or self._last_error or watch.waiting
+        return None if self.ready else self._outage() or watch.trouble or self._last_error or watch.waiting
 
     @property
     def unready(self) -> str | None:

@@ -15,7 +15,7 @@ from hypercorn.trio.lifespan import Lifespan
 from hypercorn.trio.worker_context import WorkerContext
 from quart_trio import QuartTrio
 
-from .app import end_generations
+from .app import end_generations, refuse_generations
 from .clients import ClientConnections
 
 KEEP_ALIVE_SECS: Final = 30.0
@@ -34,9 +34,9 @@ async def serve_http(
 ) -> None:
     """Serve ``app`` over HTTP until ``shutdown`` is set or the call is cancelled.
 
-    After ``shutdown`` no connection is accepted; running requests have ``grace_secs`` to finish, then their
-    generations end with an error frame, and 0.5 s later what is left is cut off. Cancellation does the same
-    without the grace. Neither waits for a client that does not read.
+    After ``shutdown`` new generations are refused with 503; running requests have ``grace_secs`` to finish,
+    then no connection is accepted any more, generations end with an error frame, and 0.5 s later what is left
+    is cut off. Cancellation does the same without the grace. Neither waits for a client that does not read.
 
     Args:
         bind: ``"host:port"`` (port 0 takes a free one, an IPv6 host goes in brackets), ``"fd://N"`` for an
@@ -92,10 +92,12 @@ async def _serve(
                     await accepting.start(serve, connections.handle, listeners)
                     task_status.started(_address(listeners[0].socket.getsockname()))
                     await closing.event.wait()
+                    refuse_generations(app)
+                    # Whoever comes now is told so. Where somebody else holds the socket too, he would wait.
+                    with trio.move_on_after(closing.grace_secs):
+                        await connections.wait_idle()
                     accepting.cancel_scope.cancel()
                 await context.terminated.set()  # idle connections close at once
-                with trio.move_on_after(closing.grace_secs):
-                    await connections.wait_empty()
                 end_generations(app)
                 with trio.move_on_after(FLUSH_SECS):
                     await connections.wait_empty()

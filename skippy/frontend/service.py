@@ -72,9 +72,13 @@ class CompletionService:
         """Why no generation can start now, for clients; None while one can."""
         return SHUTTING_DOWN if self._closing else self._generator.unready
 
+    def refuse(self) -> None:
+        """Answer new requests with 503 from now on."""
+        self._closing = True
+
     def shut_down(self) -> None:
         """End all generations with an error; refuse new ones. Does not wait."""
-        self._closing = True
+        self.refuse()
         for task in self._running:
             task.shut_down()
 

@@ -8,6 +8,7 @@ import socket
 import httpx
 import pytest
 import trio
+import trio.testing
 
 from skippy.frontend.app import create_app
 from skippy.frontend.options import FrontendOptions
@@ -79,6 +80,43 @@ async def test_shutdown_lets_a_short_request_finish() -> None:
                 lines = answer.aiter_lines()
                 await anext(lines)
                 shutdown.set()
+                go.set()
+                rest = [line async for line in lines]
+    assert '"content":"b"' in "".join(rest)
+    assert rest[-2] == "data: [DONE]"
+
+
+async def test_while_requests_finish_new_ones_get_503() -> None:
+    """On connections that were open before, and on new ones: nobody waits in vain."""
+    go = trio.Event()
+    generator = ScriptedGenerator(lambda request: [97, go, 98])
+    shutdown = trio.Event()
+    app = create_app(generator)
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery, httpx.AsyncClient() as http:
+
+            async def serve(task_status: trio.TaskStatus[tuple[str, int]]) -> None:
+                await serve_http(
+                    app, "127.0.0.1:0", shutdown=shutdown, grace_secs=15, task_status=task_status
+                )
+
+            host, port = await nursery.start(serve)
+            url = f"http://{host}:{port}"
+            assert (await http.get(f"{url}/readyz")).status_code == 200
+            async with http.stream(
+                "POST", f"{url}/v1/chat/completions", json=chat_body(stream=True)
+            ) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                shutdown.set()
+                await trio.testing.wait_all_tasks_blocked()
+                async with httpx.AsyncClient() as late:
+                    for client in (http, late):
+                        refused = await client.post(f"{url}/v1/chat/completions", json=chat_body())
+                        assert refused.status_code == 503
+                        assert "shutting down" in refused.json()["error"]["message"]
+                        assert (await client.get(f"{url}/readyz")).status_code == 503
+                        assert (await client.get(f"{url}/health")).status_code == 200
                 go.set()
                 rest = [line async for line in lines]
     assert '"content":"b"' in "".join(rest)
