@@ -126,7 +126,7 @@ def test_a_run_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_welcome_says_who_may_connect(host: str, open_to_all: bool) -> None:
     topology = toy_topology([(0, 6)], ["127.0.0.1:1"])
     openai = OpenAIOptions(bind_addr=f"{host}:9337")
-    text = welcome(Chain(children=[], topology=topology, options=StageOptions(), openai=openai))
+    text = welcome(Chain(children=[], topology=topology, options=StageOptions(), openai=openai, grace_secs=4))
     assert "http://127.0.0.1:9337/v1" in text
     assert ("(listens on 0.0.0.0:9337)" in text) is open_to_all
     assert ("anyone who reaches 0.0.0.0:9337 can use the model" in text) is open_to_all
