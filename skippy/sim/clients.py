@@ -49,6 +49,7 @@ class Client:
     Attributes:
         outcome: ``completed``, ``failed``, ``left``, ``no server`` or ``server died``, once it has ended.
         error: why it failed.
+        got: tokens, or pieces of text.
         began, ended: virtual times.
     """
 
@@ -60,6 +61,7 @@ class Client:
     may_differ: Callable[[float], bool]
     outcome: str | None = None
     error: GenerationError | ApiError | None = None
+    got: int = 0
     began: float = 0.0
     ended: float = 0.0
 
@@ -98,26 +100,25 @@ class Client:
 
     async def _read_tokens(self, generator: Generator, request: GenerationRequest) -> str:
         wanted, reason = expected(self.model, request)
-        got = 0
         async with generator.generate(request) as stream:
             if self.asked.leaves_after == 0:
                 return "left"
             async for token in stream:
-                self.trace(f"{self.name} token {got}: {token}")
-                right = wanted[got] if got < len(wanted) else "none"
-                self._check(token == right, f"got {token} as token {got}, and must get {right}")
+                self.trace(f"{self.name} token {self.got}: {token}")
+                right = wanted[self.got] if self.got < len(wanted) else "none"
+                self._check(token == right, f"got {token} as token {self.got}, and must get {right}")
                 scores = stream.logprobs
                 asked, chosen = request.top_logprobs, scores and scores.chosen.token
                 self._check(
                     chosen == (None if asked is None else token),
                     f"asked for log-probabilities of {asked} and got those of token {chosen} with {token}",
                 )
-                got += 1
-                if got == self.asked.leaves_after:
+                self.got += 1
+                if self.got == self.asked.leaves_after:
                     return "left"
                 if self.asked.pause:
                     await trio.sleep(self.asked.pause)
-            self._check(got == len(wanted), f"got {got} tokens of {len(wanted)} and an end")
+            self._check(self.got == len(wanted), f"got {self.got} tokens of {len(wanted)} and an end")
             self._check(stream.finish_reason == reason, f"ended by {stream.finish_reason}, not {reason}")
         return "completed"
 
@@ -135,6 +136,7 @@ class Client:
             nursery.start_soon(task.run)
             async for piece in task.events:
                 got += piece
+                self.got += 1
                 self.trace(f"{self.name} text {piece!r}")
                 self._check(wanted.startswith(got), f"got {got!r}, and must get {wanted!r}")
                 if self.asked.leaves_after is not None and len(got) >= self.asked.leaves_after:

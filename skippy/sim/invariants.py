@@ -9,26 +9,24 @@ import trio
 from .cluster import SimCluster, party
 from .network import SimNetwork
 from .scenario import Scenario
-from .violation import require
+from .violation import Violation, require
 
 
 def check_always(cluster: SimCluster) -> None:
-    """Cheap, after every pass of the scheduler: what is shared out is there, and not more than once."""
+    """After every pass of the scheduler, so cheap: what is shared out is there, and not more than once."""
     for index, running in enumerate(cluster.running):
         if running is None:
             continue
-        free = running.stage.context.scheduler.free_sequences
-        require(
-            0 <= free <= cluster.sequences, f"{party(index)} has {free} free sequences of {cluster.sequences}"
-        )
-        used = running.stage.context.frame_budget.used
-        require(used >= 0, f"{party(index)} has given back {-used} bytes of frames more than it took")
+        context, most = running.stage.context, running.engine.info.max_sequences
+        free, used = context.scheduler.free_sequences, context.frame_budget.used
+        if not 0 <= free <= most:
+            raise Violation(f"{party(index)} has {free} free sequences of {most}")
+        if used < 0:
+            raise Violation(f"{party(index)} has given back {-used} bytes of frames that it did not take")
     if cluster.front is not None:
         gate = cluster.front.generator.gate
-        require(
-            0 <= gate.reserved_tokens <= gate.kv_tokens,
-            f"{gate.reserved_tokens} cache positions of {gate.kv_tokens} are reserved",
-        )
+        if not 0 <= gate.reserved_tokens <= gate.kv_tokens:
+            raise Violation(f"{gate.reserved_tokens} cache positions of {gate.kv_tokens} are reserved")
 
 
 def check_idle(scenario: Scenario, cluster: SimCluster, network: SimNetwork) -> None:

@@ -99,6 +99,7 @@ class Wire:
                 now=network.now,
                 break_link=lambda reset: self._break(direction, reset),
                 tell=network.tell,
+                struck=lambda kind: network.struck.append((trio.current_time(), kind.value)),
             )
 
         self.pipes = {direction: pipe(direction) for direction in Direction}
@@ -208,6 +209,7 @@ class SimNetwork:
 
     Attributes:
         wires: the links that are open on at least one side, in the order they were made.
+        struck: when which faults have begun: a kind's value, ``crash`` or ``vanish``.
         unreachable: parties that do not answer: who dials them waits until it gives up.
     """
 
@@ -226,6 +228,7 @@ class SimNetwork:
         self.now = now
         self.wires: dict[LinkName, Wire] = {}
         self.listeners: dict[Endpoint, SimListener] = {}
+        self.struck: list[tuple[float, str]] = []
         self.unreachable: set[str] = set()
         self.ports = itertools.count(1)
         self._conditions = conditions
@@ -278,12 +281,14 @@ class SimNetwork:
     def crash(self, party: str) -> None:
         """The links of ``party`` end as a killed process's do: at once, and the others are told."""
         self.tell(f"{party} crashes")
+        self.struck.append((trio.current_time(), "crash"))
         for wire in self.of_party(party):
             wire.reset()
 
     def vanish(self, party: str) -> None:
         """``party`` is cut off without a word: nothing arrives there or from there any more."""
         self.tell(f"{party} vanishes")
+        self.struck.append((trio.current_time(), "vanish"))
         self.unreachable.add(party)
         for wire in self.of_party(party):
             for pipe in wire.pipes.values():

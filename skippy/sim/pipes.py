@@ -34,6 +34,7 @@ class Pipe:
         now: the clock; what is sent by an engine that computes is sent when it will be done.
         break_link: called for a fault that ends both directions; ``True``: as a reset.
         tell: told what happens, for the trace.
+        struck: told of each fault that begins.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Pipe:
         now: Callable[[], float],
         break_link: Callable[[bool], None],
         tell: Callable[[str], None],
+        struck: Callable[[FaultKind], None],
     ) -> None:
         self._name = name
         self._conditions = conditions
@@ -54,6 +56,7 @@ class Pipe:
         self._now = now
         self._break_link = break_link
         self._tell = tell
+        self._struck = struck
         self._chunks: deque[_Chunk] = deque()
         self._held = 0
         self._last_due = -math.inf
@@ -171,6 +174,7 @@ class Pipe:
         self._tell(f"{self._name} {fault}")
         if fault.kind is FaultKind.LIE:
             assert fault.rewrite is not None
+            self._struck(fault.kind)
             return memoryview(fault.rewrite(bytes(data)))
         self.strike(fault)
         return data
@@ -178,6 +182,9 @@ class Pipe:
     def strike(self, fault: Fault) -> None:
         """Let a fault begin now, whatever its frame and byte; a lie needs a frame, and is refused."""
         kind = fault.kind
+        if kind is FaultKind.LIE:
+            raise ValueError("a lie is about a frame, so it cannot begin at a time")
+        self._struck(kind)
         if kind is FaultKind.CORRUPT:
             self._flips = (fault.length, fault.mask)
         elif kind is FaultKind.STALL:
@@ -188,10 +195,8 @@ class Pipe:
         elif kind is FaultKind.HALF_CLOSE:
             self.end()
             self._deaf = True
-        elif kind in (FaultKind.RESET, FaultKind.CLOSE):
-            self._break_link(kind is FaultKind.RESET)
         else:
-            raise ValueError("a lie is about a frame, so it cannot begin at a time")
+            self._break_link(kind is FaultKind.RESET)
 
     def _pass(self, data: memoryview) -> None:
         size = len(data)

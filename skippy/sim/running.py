@@ -14,8 +14,7 @@ import attrs
 import trio
 import trio.testing
 
-from skippy.frontend.errors import ApiError
-from skippy.frontend.generation import ChainUnavailable, GenerationRequest, WorkTimedOut
+from skippy.frontend.generation import GenerationRequest
 from skippy.stage.clock import measured_on
 from skippy.stage.nurseries import leaves
 from skippy.telemetry.logs import ROOT
@@ -23,6 +22,7 @@ from skippy.telemetry.logs import ROOT
 from .clients import Client
 from .cluster import SimCluster, party
 from .engine import SimClock
+from .faults import FaultKind
 from .invariants import check_always, check_end, check_idle
 from .network import SimNetwork
 from .peers import Peer
@@ -44,6 +44,14 @@ SETTLE_SECS: Final = 5.0
 """After the last request: nothing is held for it any more."""
 END_SECS: Final = 10.0
 """A chain that is told to end has done so by then."""
+MOST_REPLAYS: Final = 3
+"""Faults that a request survives, whichever they are."""
+LIES: Final = frozenset({FaultKind.CORRUPT.value, FaultKind.LIE.value})
+"""Faults after which a request may get anything: nothing but their meaning shows that bytes are not right."""
+SILENT: Final = frozenset(
+    {FaultKind.STALL.value, FaultKind.HALF_CLOSE.value, FaultKind.TRICKLE.value, "vanish"}
+)
+"""Faults that nobody is told of."""
 MAX_PASSES: Final = 500_000
 """Of the scheduler: more than any scenario takes."""
 
@@ -100,9 +108,6 @@ class Simulation:
         self._cluster = SimCluster(scenario, self._network, self._clock, self.trace)
         self._clients: list[Client] = []
         self._peers: list[Peer] = []
-        self._bitten: list[float] = []
-        """When faults began."""
-        self._calm = False
         self.secs = 0.0
 
     def _network_event(self, text: str) -> None:
@@ -157,8 +162,6 @@ class Simulation:
                 nursery.start_soon(self._run_peer, number)
             for blow in scenario.blows:
                 nursery.start_soon(self._strike, blow)
-        for client in self._clients:
-            self._check_end_of(client)
 
     def _start_client(self, nursery: trio.Nursery, name: str, asked: Asked) -> Client:
         client = Client(name, asked, self._scenario.model, self._cluster, self.trace, self._may_differ)
@@ -167,6 +170,7 @@ class Simulation:
         async def run() -> None:
             with _within(asked.at - trio.current_time() + REQUEST_SECS, f"{name} has not ended"):
                 await client.run()
+            self._check_end_of(client)
 
         nursery.start_soon(run)
         return client
@@ -202,7 +206,6 @@ class Simulation:
         """Nothing goes wrong any more: the chain recovers by itself."""
         self.trace("nothing goes wrong from here on")
         self._network.heal()
-        self._calm = True
         with _within(START_SECS, "a stage that was killed is not back"):
             await self._cluster.wait_up()
         await trio.sleep(DETECTION_SECS)
@@ -233,9 +236,13 @@ class Simulation:
 
     # -- judging ---------------------------------------------------------------------------------------
 
+    def _struck_since(self, began: float) -> list[str]:
+        """The faults that a request may have met which began then and ends now."""
+        return [kind for at, kind in self._network.struck if at >= began - DETECTION_SECS]
+
     def _may_differ(self, began: float) -> bool:
         """Whether a client that began then may have got what a changed byte has made of it."""
-        return self._scenario.lies and not self._calm
+        return not LIES.isdisjoint(self._struck_since(began))
 
     def _check_end_of(self, client: Client) -> None:
         """A request may only fail by an error of its own kind, and only where something went wrong."""
@@ -248,10 +255,12 @@ class Simulation:
             )
             return
         require(self._scenario.faulty, f"{client.name} failed without a fault: {error}")
-        status = error.status
-        kinds = (ChainUnavailable, WorkTimedOut)
-        typed = isinstance(error, kinds) or (isinstance(error, ApiError) and status in (503, 504))
-        require(typed or self._scenario.lies, f"{client.name} failed by {type(error).__name__}: {error}")
+        struck = self._struck_since(client.began)
+        text = f"{client.name} failed after {', '.join(struck) or 'nothing'}: {error}"
+        if LIES.isdisjoint(struck):
+            require(error.status in (503, 504), text)
+            refused = not client.got and str(error).startswith("the chain is not ready")
+            require(refused or len(struck) > MOST_REPLAYS or not SILENT.isdisjoint(struck), text)
 
 
 @contextlib.contextmanager

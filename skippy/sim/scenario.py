@@ -177,7 +177,7 @@ def _weather(chance: random.Random, bad: bool) -> Conditions:
         jitter=chance.choice([0.0, 0.0, 0.005]),
         bandwidth=chance.choice([float("inf"), float("inf"), 200_000.0]),
         capacity=chance.choice([256 * 1024, 1500]),
-        slices=chance.choice([None, None, 5, 60]),
+        slices=chance.choice([None, None, None, 400, 100, 20]),
         partial=chance.choice([0.0, 0.0, 0.3]),
     )
 
