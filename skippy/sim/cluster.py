@@ -156,7 +156,7 @@ class SimCluster:
 
         @contextlib.asynccontextmanager
         async def open_runtime() -> AsyncIterator[VirtualRuntime]:
-            async with open_virtual_runtime(self._clock) as runtime:
+            async with open_virtual_runtime(self._clock, self._network) as runtime:
                 runtimes.append(runtime)
                 yield runtime
 

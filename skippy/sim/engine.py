@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
@@ -13,10 +14,13 @@ import trio
 
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
+from skippy.stage.inbox import Inbox, Ready
 from skippy.stage.iterations import Iterations
 from skippy.stage.nurseries import open_hidden_nursery
 from skippy.stage.runtime import MAX_TAKEN_IN, Runtime
 from skippy.stage.work import Work, wake_all
+
+from .network import SimLink, SimNetwork
 
 T = TypeVar("T")
 
@@ -63,6 +67,55 @@ class SimEngine(ToyEngine):
         self._clock.ahead += self._cost.of(sum(segment.count for segment in segments))
 
 
+class SimInbox(Inbox):
+    """The links that an engine waits on itself: what a selector does for sockets.
+
+    Args:
+        wake: called when there may be something to receive, or later or earlier than before.
+    """
+
+    def __init__(self, network: SimNetwork, wake: Callable[[], object]) -> None:
+        self._network = network
+        self._wake = wake
+        self._watched: dict[int, tuple[SimLink, Ready]] = {}
+
+    @property
+    def watching(self) -> bool:
+        return bool(self._watched)
+
+    def watch(self, descriptor: int, ready: Ready) -> None:
+        if descriptor in self._watched:
+            raise KeyError(f"descriptor {descriptor} is watched already")
+        link = self._network.descriptors[descriptor]
+        self._watched[descriptor] = (link, ready)
+        link.into.watcher = self._wake
+
+    def unwatch(self, descriptor: int, ready: Ready) -> None:
+        link, known = self._watched.get(descriptor, (None, None))
+        if link is not None and known == ready:
+            del self._watched[descriptor]
+            link.into.watcher = lambda: None
+
+    @property
+    def next_due(self) -> float:
+        """When something can be received; a link that was closed is watched no longer, and not told of."""
+        open_links = [link for link, _ in self._watched.values() if link.descriptor is not None]
+        return min((link.into.next_due for link in open_links), default=math.inf)
+
+    def poll(self) -> None:
+        """Let those receive that can."""
+        now = trio.current_time()
+        for descriptor, (link, ready) in list(self._watched.items()):
+            if link.descriptor is not None and link.into.next_due <= now and not ready():
+                self.unwatch(descriptor, ready)
+
+    def wake(self) -> None:
+        self._wake()
+
+    def close(self) -> None:
+        self._watched.clear()
+
+
 class VirtualRuntime(Runtime):
     """A runtime thread as a task: the same order of calls and works, on virtual time.
 
@@ -71,8 +124,10 @@ class VirtualRuntime(Runtime):
 
     waits = True
 
-    def __init__(self, clock: SimClock) -> None:
+    def __init__(self, clock: SimClock, network: SimNetwork) -> None:
         self._clock = clock
+        self._inbox = SimInbox(network, self._wake)
+        self._told: list[Callable[[], object]] = []
         self._queue: deque[Callable[[], object] | Work] = deque()
         self._arrived = trio.lowlevel.ParkingLot()
         self._iterations: Iterations | None = None
@@ -104,13 +159,23 @@ class VirtualRuntime(Runtime):
     def post(self, call: Callable[[], object]) -> None:
         self._put(call)
 
+    @property
+    def inbox(self) -> Inbox | None:
+        return self._inbox
+
+    def tell(self, call: Callable[[], object]) -> None:
+        self._told.append(call)
+
     def stop(self) -> None:
         """End once everything queued before has run."""
         self._stopped = True
-        self._arrived.unpark_all()
+        self._wake()
 
     def _put(self, item: Callable[[], object] | Work) -> None:
         self._queue.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
         self._arrived.unpark_all()
 
     @property
@@ -123,18 +188,29 @@ class VirtualRuntime(Runtime):
         """The thread's body."""
         while True:
             self._take_in()
+            self._pass_on()
             wait = None if self._iterations is None else self._iterations.wait_secs()
             if wait == 0.0 and self._iterations is not None:
                 await self._step(self._iterations)
             elif self._stopped and not self._queue:
                 break
             elif not self._queue:
-                with trio.move_on_after(float("inf") if wait is None else wait):
+                due = math.inf if wait is None else trio.current_time() + wait
+                with trio.CancelScope(deadline=min(due, self._inbox.next_due)):
                     await self._arrived.park()
+        self._inbox.close()
         if self._iterations is not None:
             wake_all(self._iterations.end())
 
+    def _pass_on(self) -> None:
+        """Call what the event loop's thread is to call, in its turn."""
+        told, self._told = self._told, []
+        for call in told:
+            call()
+
     def _take_in(self) -> None:
+        if not self._queue:
+            self._inbox.poll()
         for _ in range(min(MAX_TAKEN_IN, len(self._queue))):
             item = self._queue.popleft()
             if isinstance(item, Work):
@@ -149,12 +225,13 @@ class VirtualRuntime(Runtime):
         busy, self._clock.ahead = self._clock.ahead, 0.0
         await trio.sleep(busy)
         wake_all(woken)
+        self._pass_on()
 
 
 @contextlib.asynccontextmanager
-async def open_virtual_runtime(clock: SimClock) -> AsyncIterator[VirtualRuntime]:
+async def open_virtual_runtime(clock: SimClock, network: SimNetwork) -> AsyncIterator[VirtualRuntime]:
     """A virtual runtime for the length of the block; leaving it lets queued calls run."""
-    runtime = VirtualRuntime(clock)
+    runtime = VirtualRuntime(clock, network)
 
     async def hold() -> None:
         with trio.CancelScope(shield=True):

@@ -28,8 +28,9 @@ class SimLink(Link):
         self._wire = wire
         self._peer = peer
         self._out = out
-        self._in = into
+        self.into = into
         self._closed = False
+        self._descriptor = wire.network.new_descriptor(self)
 
     @property
     def peer(self) -> str:
@@ -39,6 +40,10 @@ class SimLink(Link):
     def sends_from_any_thread(self) -> bool:
         """As for TCP, so that frames take the same ways; there is one thread."""
         return True
+
+    @property
+    def descriptor(self) -> int | None:
+        return None if self._closed else self._descriptor
 
     async def send(self, buffers: Sequence[Buffer]) -> None:
         await trio.lowlevel.checkpoint()
@@ -50,18 +55,19 @@ class SimLink(Link):
         return self._out.write(buffers)
 
     async def receive_into(self, buffer: memoryview) -> int:
-        return await self._in.read(buffer)
+        return await self.into.read(buffer)
 
     def receive_nowait(self, buffer: memoryview, *, ready: bool = False) -> int | None:
-        return self._in.read_nowait(buffer)
+        return self.into.read_nowait(buffer)
 
     def close(self) -> None:
         """As TCP: what was sent still arrives, unless bytes that nobody read make it a reset."""
         if self._closed:
             return
         self._closed = True
-        silent, unread = self._out.stalled, self._in.unread
-        self._in.close_receiver("the link is closed")
+        del self._wire.network.descriptors[self._descriptor]
+        silent, unread = self._out.stalled, self.into.unread
+        self.into.close_receiver("the link is closed")
         if silent:
             self._out.fail_sender("the link is closed")
         elif unread:
@@ -70,7 +76,7 @@ class SimLink(Link):
             self._out.end()
             self._out.fail_sender("the link is closed")
         if not silent:  # else the other side does not hear of it
-            self._in.fail_sender("the other end is closed")
+            self.into.fail_sender("the other end is closed")
         self._wire.closed()
 
 
@@ -88,7 +94,7 @@ class Wire:
     ) -> None:
         self.name = name
         self.open_ends = 2
-        self._network = network
+        self.network = network
 
         def pipe(direction: Direction) -> Pipe:
             return Pipe(
@@ -109,7 +115,7 @@ class Wire:
 
     def strike(self, direction: Direction, fault: Fault) -> None:
         """Let a fault begin now, whatever its frame and byte. Raises ValueError for a lie."""
-        self._network.tell(f"{self.name} {direction.value} {fault.kind.value} now")
+        self.network.tell(f"{self.name} {direction.value} {fault.kind.value} now")
         self.pipes[direction].strike(fault)
 
     def reset(self) -> None:
@@ -132,7 +138,7 @@ class Wire:
         """One end has been closed."""
         self.open_ends -= 1
         if not self.open_ends:
-            self._network.wires.pop(self.name, None)
+            self.network.wires.pop(self.name, None)
 
 
 class SimListener(Listener):
@@ -210,6 +216,7 @@ class SimNetwork:
     Attributes:
         wires: the links that are open on at least one side, in the order they were made.
         struck: when which faults have begun: a kind's value, ``crash`` or ``vanish``.
+        descriptors: the open ends of links.
         unreachable: parties that do not answer: who dials them waits until it gives up.
     """
 
@@ -230,6 +237,7 @@ class SimNetwork:
         self.listeners: dict[Endpoint, SimListener] = {}
         self.struck: list[tuple[float, str]] = []
         self.unreachable: set[str] = set()
+        self.descriptors: dict[int, SimLink] = {}
         self.ports = itertools.count(1)
         self._conditions = conditions
         self._numbers: Counter[tuple[str, str]] = Counter()
@@ -237,6 +245,12 @@ class SimNetwork:
     def of(self, owner: str) -> SimTransport:
         """The network as ``owner`` sees it."""
         return SimTransport(self, owner)
+
+    def new_descriptor(self, link: SimLink) -> int:
+        """The lowest number that no open link has, as systems give them out."""
+        number = next(number for number in itertools.count(3) if number not in self.descriptors)
+        self.descriptors[number] = link
+        return number
 
     async def connect(self, dialer: str, endpoint: Endpoint) -> Link:
         """One attempt of ``dialer`` to connect. Raises OSError; waits for ever where nobody answers."""

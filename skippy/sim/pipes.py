@@ -74,6 +74,8 @@ class Pipe:
         self._frame_rest = 0
         self._frame_byte = 0
         self._readable = trio.lowlevel.ParkingLot()
+        self.watcher: Callable[[], object] = lambda: None
+        """Called when :attr:`next_due` may have changed."""
         self._writable = trio.lowlevel.ParkingLot()
 
     # -- the sender's side -----------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class Pipe:
             data = memoryview(changed)
         self._chunks.append(_Chunk(self._arrival(size), data))
         self._held += size
-        self._readable.unpark_all()
+        self._wake_receiver()
 
     def _arrival(self, size: int) -> float:
         conditions = self._conditions
@@ -227,7 +229,7 @@ class Pipe:
         """The sender is done: what it has sent arrives, then the end of the stream."""
         if self._end is None:
             self._end = (self._arrival(0), False)
-            self._readable.unpark_all()
+            self._wake_receiver()
 
     def reset(self, reason: str) -> None:
         """Both sides find this direction broken; what has not arrived yet is lost."""
@@ -237,7 +239,7 @@ class Pipe:
         if self._end is None or self._end[0] > now:
             self._end = (now, True)
         self.fail_sender(reason)
-        self._readable.unpark_all()
+        self._wake_receiver()
 
     def vanish(self) -> None:
         """What has not arrived yet never does, and nothing that is sent from here on."""
@@ -260,13 +262,13 @@ class Pipe:
                 chunk.due = min(chunk.due, now)
             if self._end is not None:
                 self._end = (min(self._end[0], now), self._end[1])
-            self._readable.unpark_all()
+            self._wake_receiver()
 
     def reset_behind(self, reason: str) -> None:
         """As :meth:`reset`, behind all that has been sent."""
         self._end = (self._arrival(0), True)
         self.fail_sender(reason)
-        self._readable.unpark_all()
+        self._wake_receiver()
 
     def fail_sender(self, reason: str) -> None:
         """Nobody takes what is sent any more."""
@@ -274,6 +276,10 @@ class Pipe:
         self._writable.unpark_all()
 
     # -- the receiver's side ---------------------------------------------------------------------------
+
+    def _wake_receiver(self) -> None:
+        self._readable.unpark_all()
+        self.watcher()
 
     @property
     def unread(self) -> bool:
@@ -316,11 +322,15 @@ class Pipe:
         """As :meth:`read_nowait`, once there is something to say."""
         await trio.lowlevel.checkpoint()
         while (count := self.read_nowait(buffer)) is None:
-            with trio.CancelScope(deadline=self._next_due()):
+            with trio.CancelScope(deadline=self.next_due):
                 await self._readable.park()
         return count
 
-    def _next_due(self) -> float:
+    @property
+    def next_due(self) -> float:
+        """When :meth:`read_nowait` will have something to say, as far as is known."""
+        if self._receiver_error is not None:
+            return -math.inf
         if self._chunks:
             return max(self._chunks[0].due, self._gate if self._trickle else -math.inf)
         return math.inf if self._end is None else self._end[0]
@@ -330,7 +340,7 @@ class Pipe:
         self._receiver_error = self._receiver_error or reason
         self._chunks.clear()
         self._held = 0
-        self._readable.unpark_all()
+        self._wake_receiver()
 
 
 def _cut(views: Sequence[memoryview], size: int) -> tuple[bytes, list[memoryview]]:
