@@ -25,6 +25,7 @@ from skippy.protocol import (
     encode_admission,
     encode_annex,
     encode_annexed_reply,
+    encode_heartbeat,
     encode_reply,
     encode_transport_auth,
 )
@@ -36,6 +37,7 @@ from .targets import WIDTHS
 
 ROOT: Final = Path(__file__).parents[1]
 MAX_SEED: Final = 1024
+BEAT: Final = encode_heartbeat(10_000)
 Seeds = Iterable[tuple[str, bytes]]
 
 
@@ -56,11 +58,14 @@ def frame_seeds(golden: dict[str, Any]) -> Seeds:
     for index, (name, width, data) in enumerate(_vectors(golden, "message")):
         choice = WIDTHS.index(width)
         yield name, bytes((choice, index % 8)) + data
+        if index == 1:
+            yield "heartbeats", bytes((choice | 0x80, 3)) + BEAT + data + BEAT * 2
 
 
 def reply_seeds(golden: dict[str, Any]) -> Seeds:
     for index, (name, _, data) in enumerate(_vectors(golden, "reply")):
         yield name, bytes((index % 8,)) + data
+    yield "heartbeats", b"\x85" + BEAT + encode_reply(Reply.ack()) + BEAT * 2
 
 
 def handshake_seeds() -> Seeds:
@@ -96,6 +101,7 @@ def annex_seeds() -> Seeds:
     failure = RequestFailure(7, FailureCode.SETTINGS_REFUSED, "top_k é")
     yield "full", b"\x00" + encode_annexed_reply(reply, full)
     yield "two", b"\x05" + encode_annexed_reply(reply, hint) + encode_reply(reply)
+    yield "heartbeats", b"\x83" + BEAT + encode_annexed_reply(reply, hint) + BEAT + encode_reply(reply)
     yield "failure", b"\x03" + encode_reply(Reply.ack()) + encode_annex(ReplyAnnex(failure=failure))
 
 

@@ -78,10 +78,11 @@ def _drain(
 
 
 def frames(data: bytes) -> None:
-    """Message frames. Byte 0 chooses the width, byte 1 the size of the pieces that are compared."""
-    n_embd = WIDTHS[data[0] % len(WIDTHS)] if data else 0
+    """Message frames. Byte 0 chooses the width, and with bit 7 heartbeats, byte 1 the size of the pieces."""
+    choice = data[0] if data else 0
+    n_embd, beats = WIDTHS[(choice & 0x7F) % len(WIDTHS)], choice > 0x7F
     size, data = (data[1] if len(data) > 1 else 0), data[2:]
-    whole = MessageDecoder(n_embd)
+    whole = MessageDecoder(n_embd, heartbeats=beats)
     messages, error = _drain(whole, whole.next_message, data, 0)
     encoded: list[bytes | None] = []
     for message in messages:
@@ -99,43 +100,47 @@ def frames(data: bytes) -> None:
         assert decoded is not None
         assert b"".join(encode_message(decoded)) == wire
     if size:
-        cut = MessageDecoder(n_embd)
+        cut = MessageDecoder(n_embd, heartbeats=beats)
         others, other_error = _drain(cut, cut.next_message, data, size)
         assert other_error == error
+        assert cut.peer_timeout_ms == whole.peer_timeout_ms
         assert len(others) == len(messages)
         for other, bytes_of in zip(others, encoded, strict=True):
             assert bytes_of is None or b"".join(encode_message(other)) == bytes_of
 
 
 def replies(data: bytes) -> None:
-    """Reply frames. Byte 0 is the size of the pieces that are compared."""
-    size, data = (data[0] if data else 0), data[1:]
-    whole = ReplyDecoder()
+    """Reply frames. Byte 0 is the size of the pieces that are compared, and with bit 7 allows heartbeats."""
+    choice, data = (data[0] if data else 0), data[1:]
+    size, beats = choice & 0x7F, choice > 0x7F
+    whole = ReplyDecoder(heartbeats=beats)
     found, error = _drain(whole, whole.next_reply, data, 0)
     for reply in found:
         again = ReplyDecoder()
         again.receive_data(encode_reply(reply))
         assert again.next_reply() == reply
     if size:
-        cut = ReplyDecoder()
+        cut = ReplyDecoder(heartbeats=beats)
         assert _drain(cut, cut.next_reply, data, size) == (found, error)
+        assert cut.peer_timeout_ms == whole.peer_timeout_ms
 
 
 def annex(data: bytes) -> None:
-    """Reply frames with annexes. Byte 0 is the size of the pieces that are compared."""
-    size, data = (data[0] if data else 0), data[1:]
-    found, error, failure = _annexed(data, 0)
+    """Reply frames with annexes. Byte 0 as for plain replies."""
+    choice, data = (data[0] if data else 0), data[1:]
+    size, beats = choice & 0x7F, choice > 0x7F
+    found, error, failure = _annexed(data, 0, beats)
     for reply, beside in found:
         wire = encode_reply(reply) if beside is None else encode_annexed_reply(reply, beside)
-        assert _annexed(wire, 0) == ([(reply, beside)], "", None)
+        assert _annexed(wire, 0, False) == ([(reply, beside)], "", None)
     if failure is not None:
         encode_annex(ReplyAnnex(failure=failure))
     if size:
-        assert _annexed(data, size) == (found, error, failure)
+        assert _annexed(data, size, beats) == (found, error, failure)
 
 
-def _annexed(data: bytes, size: int) -> tuple[list[tuple[Reply, ReplyAnnex | None]], str, Any]:
-    decoder = AnnexedReplyDecoder()
+def _annexed(data: bytes, size: int, beats: bool) -> tuple[list[tuple[Reply, ReplyAnnex | None]], str, Any]:
+    decoder = AnnexedReplyDecoder(heartbeats=beats)
 
     def take() -> tuple[Reply, ReplyAnnex | None] | None:
         reply = decoder.next_reply()

@@ -52,6 +52,7 @@ from .errors import ErrorKind, LocalProtocolError, ProtocolError, RemoteProtocol
 from .float32 import Float32NaN, bits_of_float, float_of_bits
 from .handshake import READY_WORD, DialerHandshake, ListenerHandshake, encode_transport_auth
 from .kinds import MessageKind, ReplyKind, SamplingFlag, StateFlag
+from .liveness import LIVENESS_EXTENSION, encode_heartbeat
 from .machines import CreditWindow, Lane, Machine, PredictionReturn, UpstreamConnection, check_return_open
 from .messages import (
     EMPTY_STATS,
@@ -102,6 +103,7 @@ __all__ = [
     "DATA_KINDS",
     "EMPTY_STATS",
     "EPOCH_KINDS",
+    "LIVENESS_EXTENSION",
     "POSITIONED_KINDS",
     "PREDICTED_KINDS",
     "READY_WORD",
@@ -182,6 +184,7 @@ __all__ = [
     "encode_annexed_reply",
     "encode_forwarded",
     "encode_frame",
+    "encode_heartbeat",
     "encode_message",
     "encode_reply",
     "encode_transport_auth",

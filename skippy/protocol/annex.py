@@ -22,6 +22,7 @@ from .incremental import Step, decode_utf8
 from .kinds import (
     ANNEX_MAGIC,
     ANNEX_VERSION,
+    HEARTBEAT_MAGIC,
     MAX_ANNEX_BYTES,
     MAX_ANNEX_POSITIONS,
     MAX_ANNEX_REASON_BYTES,
@@ -272,8 +273,8 @@ class AnnexedReplyDecoder(ReplyDecoder):
         failure: why the request failed; nothing comes after it but the end of the stream.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, heartbeats: bool = False) -> None:
+        super().__init__(heartbeats=heartbeats)
         self.annex: ReplyAnnex | None = None
         self.failure: RequestFailure | None = None
         self._annexes: deque[ReplyAnnex | None] = deque()
@@ -296,7 +297,11 @@ class AnnexedReplyDecoder(ReplyDecoder):
             while intake.end - intake.start < _I32.size:
                 yield None
             annex = None
-            if _U32.unpack_from(intake.buffer, intake.start)[0] == ANNEX_MAGIC:
+            (word,) = _U32.unpack_from(intake.buffer, intake.start)
+            if word == HEARTBEAT_MAGIC and self._heartbeats:
+                yield from self._heartbeat()
+                continue
+            if word == ANNEX_MAGIC:
                 self._between_frames = False
                 annex = yield from self._annex()
                 if annex.failure is not None:

@@ -11,8 +11,9 @@ from typing import Final
 
 from .codec_sampling import check_no_surplus, decode_sampling, encode_sampling, sampling_bytes
 from .errors import LocalProtocolError, RemoteProtocolError
-from .incremental import Allocate, Decoder, Intake, Step, decode_utf8
+from .incremental import SMALL_BYTES, Allocate, Decoder, Intake, Step, decode_utf8
 from .kinds import (
+    HEARTBEAT_MAGIC,
     MAX_STAGE_ACTIVATION_BYTES,
     MAX_STAGE_CHAT_SAMPLING_METADATA_BYTES,
     MAX_STAGE_SIDEBAND_VALUES,
@@ -31,7 +32,6 @@ _I32: Final = struct.Struct("<i")
 _U32: Final = struct.Struct("<I")
 _SEQ_ID_OFFSET: Final = 24
 _STATE_VERSION_END: Final = 56  # the version is judged when the whole state header has been read
-_SMALL: Final = 4096  # fields up to this size are parsed inside the internal buffer
 _KINDS: Final = {int(kind): kind for kind in MessageKind}
 # Plain ints: an operation on an IntFlag costs about a microsecond.
 _SAMPLING: Final = int(StateFlag.SAMPLING)
@@ -55,6 +55,7 @@ class MessageDecoder(Decoder[Message]):
             that far; returns a writable C-contiguous memoryview of exactly that many bytes, into which the
             activation is received in place and which becomes ``Message.activation``. What it raises kills the
             decoder. Without it, memory grows with what arrives.
+        heartbeats: as in the base class.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class MessageDecoder(Decoder[Message]):
         max_activation_bytes: int = MAX_STAGE_ACTIVATION_BYTES,
         max_state_import_bytes: int = MAX_STAGE_STATE_IMPORT_BYTES,
         allocate: Allocate | None = None,
+        heartbeats: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(heartbeats=heartbeats)
         self._n_embd = n_embd
         self._max_activation_bytes = min(max_activation_bytes, MAX_STAGE_ACTIVATION_BYTES)
         self._max_state_import_bytes = min(max_state_import_bytes, MAX_STAGE_STATE_IMPORT_BYTES)
@@ -85,10 +87,18 @@ class MessageDecoder(Decoder[Message]):
         intake = self._intake
         while True:
             while (have := intake.end - intake.start) < STAGE_WIRE_FIXED_HEADER_BYTES:
-                self._check_partial_header(have)
-                yield None
+                if self._heartbeat_ahead(have):
+                    yield from self._heartbeat()
+                else:
+                    self._check_partial_header(have)
+                    yield None
             words = _HEADER.unpack_from(intake.buffer, intake.start)
-            kind = _known_kind(words[0])
+            kind = _KINDS.get(words[0])
+            if kind is None:
+                if not self._heartbeat_ahead(have):
+                    raise _unknown_kind(words[0])
+                yield from self._heartbeat()
+                continue
             _check_version(words[5])
             intake.start += STAGE_WIRE_FIXED_HEADER_BYTES
             self._between_frames = False
@@ -99,7 +109,8 @@ class MessageDecoder(Decoder[Message]):
     def _check_partial_header(self, have: int) -> None:
         intake = self._intake
         if have >= 4:
-            _known_kind(_I32.unpack_from(intake.buffer, intake.start)[0])
+            if (word := _I32.unpack_from(intake.buffer, intake.start)[0]) not in _KINDS:
+                raise _unknown_kind(word)
         if have >= _STATE_VERSION_END:
             _check_version(_I32.unpack_from(intake.buffer, intake.start + 20)[0])
 
@@ -127,9 +138,9 @@ class MessageDecoder(Decoder[Message]):
                 raw = yield from intake.grown(token_count)
             else:
                 if n_tokens:
-                    tokens = yield from _sideband(intake, n_tokens)
+                    tokens = yield from intake.words(n_tokens)
                 if n_positions:
-                    positions = yield from _sideband(intake, n_positions)
+                    positions = yield from intake.words(n_positions)
                 if carries_activation(kind, state.source_stage_index):
                     activation = yield from self._activation(token_count, state.flags)
         return Message(
@@ -167,13 +178,12 @@ class MessageDecoder(Decoder[Message]):
         return view
 
 
-def _known_kind(word: int) -> MessageKind:
-    kind = _KINDS.get(word)
-    if kind is None:
-        if word == TRANSPORT_AUTH_MAGIC:
-            raise RemoteProtocolError("the peer shows a link token, but this side asks for none")
-        raise RemoteProtocolError(f"unknown message kind {word}")
-    return kind
+def _unknown_kind(word: int) -> RemoteProtocolError:
+    if word == TRANSPORT_AUTH_MAGIC:
+        return RemoteProtocolError("the peer shows a link token, but this side asks for none")
+    if word == HEARTBEAT_MAGIC:
+        return RemoteProtocolError("a heartbeat, but none were agreed on this connection")
+    return RemoteProtocolError(f"unknown message kind {word}")
 
 
 def _check_version(version: int) -> None:
@@ -194,22 +204,14 @@ def _check_counts(token_count: int, n_tokens: int, n_positions: int) -> None:
 
 
 def _chat_metadata(intake: Intake) -> Step[str]:
-    (length,) = _U32.unpack_from(intake.buffer, (yield from intake.need(4)))
+    length: int = _U32.unpack_from(intake.buffer, (yield from intake.need(4)))[0]
     if length > MAX_STAGE_CHAT_SAMPLING_METADATA_BYTES:
         raise RemoteProtocolError(
             f"chat sampling metadata of {length} bytes; "
             f"at most {MAX_STAGE_CHAT_SAMPLING_METADATA_BYTES} are allowed"
         )
-    data: bytes | memoryview
-    data = (yield from intake.take(length)) if length <= _SMALL else (yield from intake.grown(length))
-    return decode_utf8(data, "chat sampling metadata")
-
-
-def _sideband(intake: Intake, count: int) -> Step[tuple[int, ...]]:
-    layout = f"<{count}i"
-    if count * 4 <= _SMALL:
-        return struct.unpack_from(layout, intake.buffer, (yield from intake.need(count * 4)))
-    return struct.unpack(layout, (yield from intake.grown(count * 4)))
+    take = intake.take if length <= SMALL_BYTES else intake.grown
+    return decode_utf8((yield from take(length)), "chat sampling metadata")
 
 
 def encode_message(message: Message) -> list[Buffer]:

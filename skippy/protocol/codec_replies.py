@@ -10,8 +10,14 @@ from collections.abc import Generator
 from typing import Final
 
 from .errors import LocalProtocolError, RemoteProtocolError
-from .incremental import Decoder, Intake, Step
-from .kinds import MAX_STAGE_PREDICTED_TOKENS, REPLY_STATS_BYTES, REPLY_STATS_FIELDS, ReplyKind
+from .incremental import Decoder, Step
+from .kinds import (
+    HEARTBEAT_MAGIC,
+    MAX_STAGE_PREDICTED_TOKENS,
+    REPLY_STATS_BYTES,
+    REPLY_STATS_FIELDS,
+    ReplyKind,
+)
 from .messages import EMPTY_STATS, NativeMtpDraft, Reply, ReplyStats
 from .stats import clamped, stats_fields
 
@@ -21,7 +27,6 @@ _PAIR: Final = struct.Struct("<2i")
 _I64: Final = struct.Struct("<q")
 _STATS: Final = struct.Struct(f"<{REPLY_STATS_FIELDS}q")
 _NO_STATS: Final = bytes(REPLY_STATS_BYTES)
-_SMALL: Final = 4096
 _KINDS: Final = {int(kind): kind for kind in ReplyKind}
 
 
@@ -30,10 +35,11 @@ class ReplyDecoder(Decoder[Reply]):
 
     Args:
         max_tokens: our own limit for predicted tokens, and separately draft tokens; at most 262144.
+        heartbeats: as in the base class.
     """
 
-    def __init__(self, *, max_tokens: int = MAX_STAGE_PREDICTED_TOKENS) -> None:
-        super().__init__()
+    def __init__(self, *, max_tokens: int = MAX_STAGE_PREDICTED_TOKENS, heartbeats: bool = False) -> None:
+        super().__init__(heartbeats=heartbeats)
         self._max_tokens = min(max_tokens, MAX_STAGE_PREDICTED_TOKENS)
 
     @property
@@ -58,12 +64,20 @@ class ReplyDecoder(Decoder[Reply]):
 
     def _reply(self) -> Step[Reply]:
         intake = self._intake
-        while (have := intake.end - intake.start) < _HEAD.size:
-            if have >= 4:
-                _known_kind(_I32.unpack_from(intake.buffer, intake.start)[0])
-            yield None
-        word, predicted, count = _HEAD.unpack_from(intake.buffer, intake.start)
-        kind = _known_kind(word)
+        while True:
+            have = intake.end - intake.start
+            if have < _HEAD.size:
+                if have < 4 or (word := _I32.unpack_from(intake.buffer, intake.start)[0]) in _KINDS:
+                    yield None
+                    continue
+            else:
+                word, predicted, count = _HEAD.unpack_from(intake.buffer, intake.start)
+                kind = _KINDS.get(word)
+                if kind is not None:
+                    break
+            if not self._heartbeat_ahead(have):
+                raise _unknown_kind(word)
+            yield from self._heartbeat()
         intake.start += _HEAD.size
         self._between_frames = False
         return (yield from self._body(kind, predicted, count))
@@ -91,21 +105,13 @@ class ReplyDecoder(Decoder[Reply]):
             raise RemoteProtocolError(f"{count} {what} tokens")
         if count > self._max_tokens:
             raise RemoteProtocolError(f"{count} {what} tokens; at most {self._max_tokens} are allowed")
-        return (yield from _read_tokens(self._intake, count)) if count else ()
+        return (yield from self._intake.words(count)) if count else ()
 
 
-def _known_kind(word: int) -> ReplyKind:
-    kind = _KINDS.get(word)
-    if kind is None:
-        raise RemoteProtocolError(f"unknown reply kind {word}")
-    return kind
-
-
-def _read_tokens(intake: Intake, count: int) -> Step[tuple[int, ...]]:
-    layout = f"<{count}i"
-    if count * 4 <= _SMALL:
-        return struct.unpack_from(layout, intake.buffer, (yield from intake.need(count * 4)))
-    return struct.unpack(layout, (yield from intake.grown(count * 4)))
+def _unknown_kind(word: int) -> RemoteProtocolError:
+    if word == HEARTBEAT_MAGIC:
+        return RemoteProtocolError("a heartbeat where none may come, or none were agreed on this connection")
+    return RemoteProtocolError(f"unknown reply kind {word}")
 
 
 def encode_reply(reply: Reply) -> bytes:

@@ -19,15 +19,20 @@ unfilled rest of that field itself. So at most one internal buffer's worth of a 
 from __future__ import annotations
 
 import abc
+import struct
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Final, Generic, TypeVar
 
 from .errors import ErrorKind, LocalProtocolError, RemoteProtocolError
+from .kinds import HEARTBEAT_BYTES, HEARTBEAT_MAGIC, MAX_PEER_TIMEOUT_MS, MIN_PEER_TIMEOUT_MS
 
 INTERNAL_BUFFER_BYTES: Final = 16 * 1024
+SMALL_BYTES: Final = 4 * 1024
+"""Fields up to this size are parsed inside the internal buffer."""
 _COMPACT_BELOW: Final = 4 * 1024
 _FIRST_GROWTH_BYTES: Final = 256 * 1024
+_U32: Final = struct.Struct("<I")
 
 Allocate = Callable[[int], memoryview]
 T = TypeVar("T")
@@ -136,6 +141,13 @@ class Intake:
             yield
         self._sink = None
 
+    def words(self, count: int) -> Step[tuple[int, ...]]:
+        """``count`` i32."""
+        layout, size = f"<{count}i", 4 * count
+        if size <= SMALL_BYTES:
+            return struct.unpack_from(layout, self.buffer, (yield from self.need(size)))
+        return struct.unpack(layout, (yield from self.grown(size)))
+
     def grown(self, count: int) -> Step[memoryview]:
         """``count`` bytes in memory that grows as they arrive: at most about three times what has come."""
         data = bytearray(min(count, _FIRST_GROWTH_BYTES))
@@ -151,9 +163,23 @@ class Intake:
 
 
 class Decoder(abc.ABC, Generic[T]):
-    """Base of the two decoders. Frames come out in order; after an error nothing does."""
+    """Base of the two decoders. Frames come out in order; after an error nothing does.
 
-    def __init__(self) -> None:
+    Args:
+        heartbeats: they were agreed on this connection. They are taken out of the stream as they come, and
+            are refused elsewhere.
+
+    Attributes:
+        bytes_received, frames_read: so far, those of heartbeats included.
+        peer_timeout_ms: after how much silence the peer gives us up, as its last heartbeat said; None before
+            the first.
+    """
+
+    def __init__(self, *, heartbeats: bool = False) -> None:
+        self.bytes_received = 0
+        self.frames_read = 0
+        self.peer_timeout_ms: int | None = None
+        self._heartbeats = heartbeats
         self._intake = Intake()
         self._between_frames = True
         self._error: Exception | None = None
@@ -197,12 +223,14 @@ class Decoder(abc.ABC, Generic[T]):
                 f"{count} bytes were not received into get_buffer(); at 0 call receive_eof()"
             )
         self._handed = 0
+        self.bytes_received += count
         self._intake.written(count)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> None:
         """Feed any bytes (copied). The other way to the same end as get_buffer/buffer_updated."""
         self._raise_if_dead()
         if len(data):
+            self.bytes_received += len(data)
             self._intake.feed(data)
 
     def receive_eof(self) -> None:
@@ -240,11 +268,36 @@ class Decoder(abc.ABC, Generic[T]):
         try:
             while True:
                 frame = next(self._parser)
-                if frame is not None or not self._intake.pump():
+                if frame is not None:
+                    self.frames_read += 1
                     return frame
+                if not self._intake.pump():
+                    return None
         except Exception as error:  # an allocator's error also leaves the stream position undefined
             self._fail(error)
             raise
+
+    def _heartbeat_ahead(self, have: int) -> bool:
+        """Whether the next frame, of which ``have`` bytes are here, is a heartbeat, where those may come."""
+        intake = self._intake
+        return (
+            self._heartbeats
+            and self._between_frames
+            and have >= _U32.size
+            and _U32.unpack_from(intake.buffer, intake.start)[0] == HEARTBEAT_MAGIC
+        )
+
+    def _heartbeat(self) -> Step[None]:
+        """Take the heartbeat that is next."""
+        offset = yield from self._intake.need(HEARTBEAT_BYTES)
+        (timeout_ms,) = _U32.unpack_from(self._intake.buffer, offset + _U32.size)
+        if not MIN_PEER_TIMEOUT_MS <= timeout_ms <= MAX_PEER_TIMEOUT_MS:
+            raise RemoteProtocolError(
+                f"a heartbeat with a peer timeout of {timeout_ms} ms; {MIN_PEER_TIMEOUT_MS} to "
+                f"{MAX_PEER_TIMEOUT_MS} are allowed"
+            )
+        self.peer_timeout_ms = timeout_ms
+        self.frames_read += 1
 
     def _fail(self, error: Exception) -> None:
         self._error = error
