@@ -46,6 +46,7 @@ class DemoOptions:
     ctx_size: int | None = None
     lane_count: int = 4
     threads: int | None = None
+    peer_timeout_secs: float = 10.0
     telemetry_level: str = "off"
     grace_secs: float = DEFAULT_GRACE_SECS
 
@@ -140,6 +141,7 @@ def _describe(
             link_token=secrets.token_urlsafe(32),
             warm_preconnect=switched_on(WARM_PRECONNECT),
             safe_mode=switched_on(SAFE_MODE),
+            peer_timeout_secs=options.peer_timeout_secs,
             downstream_connect_timeout_secs=START_TIMEOUT_SECONDS,
             telemetry_level=options.telemetry_level,  # type: ignore[arg-type]  # click.Choice has checked it
         ),

@@ -117,6 +117,14 @@ connect_timeout_option = click.option(
     metavar="SECONDS",
     help="How long to try to reach the stage after this one.",
 )
+peer_timeout_option = click.option(
+    "--peer-timeout-secs",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a neighbour may be silent before the connection to it is given up.",
+)
 link_token_option = click.option(
     "--link-token-file",
     type=click.Path(path_type=Path),
@@ -183,6 +191,7 @@ link_options = combine(
     ),
     wire_options,
     connect_timeout_option,
+    peer_timeout_option,
     link_security_options,
 )
 

@@ -87,6 +87,7 @@ DEMO_ONLY = (
     "--openai-bind-addr", metavar="HOST:PORT", help="With --config of a stage 0: also serve OpenAI here."
 )
 @flags.connect_timeout_option
+@flags.peer_timeout_option
 @flags.link_security_options
 @flags.grace_option
 @click.option("--telemetry-level", type=click.Choice(["off", "summary", "debug"]), help="How much is logged.")

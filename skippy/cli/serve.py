@@ -110,6 +110,7 @@ def serve_binary(
     help="How long to try to reach the stage after this one.",
 )
 @flags.off("--openai-guardrails", "guardrails are", off_value="off")
+@flags.peer_timeout_option
 @flags.link_security_options
 @flags.telemetry_options
 @flags.grace_option

@@ -51,6 +51,11 @@ class StageOptions:
     downstream_connect_timeout_secs: int = key(
         "How long to try to reach the stage after this one.", default=60
     )
+    peer_timeout_secs: float = key(
+        "How long a neighbour may be silent, or get on too slowly with a frame, before the connection to it "
+        "is given up; neighbours that have nothing to say send heartbeats.",
+        default=10.0,
+    )
     safe_mode: bool = key(
         "Compute one sequence at a time, in order of arrival, and cut prompts into chunks of one size where "
         "the policy is adaptive: results do not depend on load. The commands take it from "
@@ -110,6 +115,8 @@ class StageOptions:
         require_range(self, 1, I32_MAX, "max_inflight", "telemetry_queue_capacity")
         require_range(self, 0, I32_MAX, "reply_credit_limit")
         require_range(self, 1, 86_400, "downstream_connect_timeout_secs")
+        timeout = self.peer_timeout_secs
+        require(1 <= timeout <= 3600, f"peer_timeout_secs: is {timeout:g}, must be 1 to 3600")
         if self.link_token is not None:
             size = len(self.link_token.encode())
             require(1 <= size <= MAX_LINK_TOKEN_BYTES, f"link_token: has {size} bytes, must have 1 to 64")

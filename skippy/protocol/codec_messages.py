@@ -108,9 +108,8 @@ class MessageDecoder(Decoder[Message]):
 
     def _check_partial_header(self, have: int) -> None:
         intake = self._intake
-        if have >= 4:
-            if (word := _I32.unpack_from(intake.buffer, intake.start)[0]) not in _KINDS:
-                raise _unknown_kind(word)
+        if have >= 4 and (word := _I32.unpack_from(intake.buffer, intake.start)[0]) not in _KINDS:
+            raise _unknown_kind(word)
         if have >= _STATE_VERSION_END:
             _check_version(_I32.unpack_from(intake.buffer, intake.start + 20)[0])
 

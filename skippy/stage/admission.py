@@ -22,6 +22,7 @@ from skippy.models import RULES_VERSION, GGUFHeader, LayerRangeError, SliceInfo,
 from skippy.models.info import is_slice, split_layer_name
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    LIVENESS_EXTENSION,
     WAVES_EXTENSION,
     AdmissionProfile,
     AdmissionRequest,
@@ -34,8 +35,10 @@ from skippy.protocol.strict_json import canonical_json
 
 Range = tuple[int, int]
 ENGINE_PACKAGE: Final = "llama-cpp-python"
-LANE_EXTENSIONS: Final = (WAVES_EXTENSION, ANNEX_EXTENSION)
-"""Between two stages. Stage 0 makes the waves, and return streams carry none: there, only the annex."""
+LANE_EXTENSIONS: Final = (WAVES_EXTENSION, LIVENESS_EXTENSION, ANNEX_EXTENSION)
+"""Between two stages."""
+STAGE_ZERO_EXTENSIONS: Final = (LIVENESS_EXTENSION, ANNEX_EXTENSION)
+"""With stage 0, which makes the waves; return streams carry none."""
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -224,7 +227,7 @@ def make_admission(
         context_length=info.context_length,
         batch_rows=info.max_batch,
         descriptor=own,
-        extensions=(ANNEX_EXTENSION,) if info.is_first else LANE_EXTENSIONS,
+        extensions=STAGE_ZERO_EXTENSIONS if info.is_first else LANE_EXTENSIONS,
     )
 
     def ask(role: ConnectionRole, index: int, start: int, width: int) -> AdmissionRequest:
@@ -251,7 +254,7 @@ def make_admission(
             cache_type_v=config.cache_type_v,
             context_length=info.context_length,
             batch_rows=info.max_batch,
-            extensions=LANE_EXTENSIONS if role is ConnectionRole.LANE else (ANNEX_EXTENSION,),
+            extensions=LANE_EXTENSIONS if role is ConnectionRole.LANE else STAGE_ZERO_EXTENSIONS,
         )
         descriptor = None if end is None else describe(identity, config, info, (start, end))
         return request if descriptor is None else with_descriptor(request, descriptor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from skippy.protocol import ANNEX_EXTENSION, Message, Reply, ReplyAnnex
+from skippy.protocol import ANNEX_EXTENSION, LIVENESS_EXTENSION, Message, Reply, ReplyAnnex
 
 from .context import HANDSHAKE_SECS, StageContext
 from .dialing import dial_admitted
@@ -47,13 +47,19 @@ class Answers:
             context.return_endpoint,
             token=context.token,
             source_host=context.source_host,
-            timeout_secs=HANDSHAKE_SECS,
+            timeout_secs=min(HANDSHAKE_SECS, context.options.peer_timeout_secs),
             request=context.admission.stage_zero,
             allow_plain=context.options.allow_plain_generation_8,
             retry=False,
         )
-        plain, annexed = agreed is None, ANNEX_EXTENSION in (agreed or ())
-        stream = ReturnStream(context, link, annexed=annexed, plain=plain)
+        extensions = agreed or ()
+        stream = ReturnStream(
+            context,
+            link,
+            annexed=ANNEX_EXTENSION in extensions,
+            heartbeats=LIVENESS_EXTENSION in extensions,
+            plain=(plain := agreed is None),
+        )
         try:
             await stream.open(message.request_id, message.session_id)
         except BaseException:

@@ -16,6 +16,7 @@ from .admission import StageAdmission
 from .dialing import Admitted, DialWatch, dial_admitted
 from .errors import StageStartError
 from .links import Transport
+from .liveness import Liveness
 from .memory import FrameBudget
 from .preconnect import WarmSlot
 from .returns import ReturnHub
@@ -53,6 +54,7 @@ class StageContext:
         downstream: endpoint of the next stage; None on the last one.
         downstream_watch: how dialling it goes, of all lanes together.
         return_endpoint: where the last stage finds stage 0; None on every other stage and in a chain of one.
+        liveness: watches all connections.
         frame_budget: memory for received frames, shared by all connections.
         max_activation_bytes: largest activation one frame may carry into this stage.
         warm: a connection to the next stage that waits to be used, where the options ask for one.
@@ -71,6 +73,7 @@ class StageContext:
     downstream: Endpoint | None
     return_endpoint: Endpoint | None
     max_activation_bytes: int
+    liveness: Liveness
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     downstream_watch: DialWatch = attrs.field(factory=DialWatch)
     warm: WarmSlot = attrs.field(factory=WarmSlot)

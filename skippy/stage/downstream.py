@@ -43,6 +43,7 @@ class Downstream:
         window: the lane's credit for frames that an early ACK answers.
         annexed: the reply annex was agreed on this connection.
         waves: decode waves were agreed on this connection.
+        heartbeats: and heartbeats.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Downstream:
         *,
         annexed: bool = False,
         waves: bool = False,
+        heartbeats: bool = False,
     ) -> None:
         self.annexed = annexed
         self.waves = waves
         self._context = context
         self._link = link
         self._width = context.info.output_width
+        self._heartbeats = heartbeats
         self._writer = LinkWriter(link)
         self.write = self._writer.run
         self._window = window
@@ -144,9 +147,12 @@ class Downstream:
         Raises RequestFailed as soon as the stage below has said why it ends the connection, LaneLost when the
         link ends without a reason: none can come any more.
         """
-        decoder = AnnexedReplyDecoder() if self.annexed else ReplyDecoder()
+        agreed = self._heartbeats
+        decoder = (AnnexedReplyDecoder if self.annexed else ReplyDecoder)(heartbeats=agreed)
+        watch = self._context.liveness.watch
         try:
-            await self._read_acks(decoder)
+            with watch(self._link, decoder, self._writer, agreed=agreed, expected=True):
+                await self._read_acks(decoder)
         except LinkClosed as exc:
             raise LaneLost(str(exc)) from exc
 

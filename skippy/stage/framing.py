@@ -1,8 +1,10 @@
-"""Between a link and a decoder: receive exactly where the decoder wants the bytes, and not for ever."""
+"""Between a link and a decoder: receive exactly where the decoder wants the bytes.
+
+How long that may take is for :mod:`skippy.stage.liveness` to say.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,8 +16,8 @@ from skippy.protocol import Buffer, Message, MessageDecoder, Reply, ReplyDecoder
 from .links import Link, LinkClosed
 
 FRAME_SECS = 60.0
-"""How long a frame may take from its first byte to its last. A link may be silent for as long as it likes,
-but not inside a frame."""
+"""How long a frame may take from its first byte to its last, where no heartbeats were agreed. Such a link may
+be silent for as long as it likes, but not inside a frame."""
 
 ACCEPT_SECS = 300.0
 """How long a peer may take to accept a frame, which waits there for the frames before it and for memory."""
@@ -40,15 +42,12 @@ async def receive_message(
     """The next whole message; None when the stream ended between frames.
 
     Raises RemoteProtocolError for bytes that break a rule or an end inside a frame, LinkClosed for a dead
-    link, or one that stays silent inside a frame.
+    link.
     Cancellation loses nothing: bytes received so far stay in the decoder.
     """
-    deadline = math.inf
     while (message := decoder.next_message()) is None:
-        received = await _receive_some(link, decoder, deadline, memory)
-        if received is None:
+        if not await _receive_some(link, decoder, memory):
             return None
-        deadline = received
     if memory is not None:
         await memory.wait()
     return message
@@ -70,51 +69,27 @@ async def receive_reply(link: Link, decoder: ReplyDecoder) -> Reply | None:
 
     Everything else as :func:`receive_message`.
     """
-    deadline = math.inf
     while (reply := decoder.next_reply()) is None:
-        if decoder.ended:
+        if decoder.ended or not await _receive_some(link, decoder, None):
             return None
-        received = await _receive_some(link, decoder, deadline, None)
-        if received is None:
-            return None
-        deadline = received
     return reply
 
 
-async def _receive_some(
-    link: Link, decoder: MessageDecoder | ReplyDecoder, deadline: float, memory: Memory | None
-) -> float | None:
-    """Receive once; returns the deadline of the frame that has begun, None at the end of the stream."""
-    if decoder.at_boundary:
-        deadline = math.inf
-        count = await link.receive_into(decoder.get_buffer())
-    else:
-        if deadline == math.inf:
-            deadline = trio.current_time() + FRAME_SECS
-        buffer, received = decoder.get_buffer(), None
+async def _receive_some(link: Link, decoder: MessageDecoder | ReplyDecoder, memory: Memory | None) -> bool:
+    """Receive once; False at the end of the stream."""
+    buffer, received = decoder.get_buffer(), None
+    if not decoder.at_boundary:
         if buffer.nbytes <= AT_ONCE_BYTES and (memory is None or memory.cover()):
             received = link.receive_nowait(buffer)
-        if received is None:
-            received, deadline = await _receive_rest(link, buffer, deadline, memory)
-        count = received
-    if count == 0:
+        if received is None and memory is not None:
+            await memory.wait()
+    if received is None:
+        received = await link.receive_into(buffer)
+    if received == 0:
         decoder.receive_eof()
-        return None
-    decoder.buffer_updated(count)
-    return deadline
-
-
-async def _receive_rest(
-    link: Link, buffer: memoryview, deadline: float, memory: Memory | None
-) -> tuple[int, float]:
-    """Receive inside a frame, by its deadline, which is moved by what we made the peer wait."""
-    if memory is not None:
-        before = trio.current_time()
-        await memory.wait()
-        deadline += trio.current_time() - before  # our own shortage is not the peer's delay
-    with trio.CancelScope(deadline=deadline):
-        return await link.receive_into(buffer), deadline
-    raise LinkClosed(f"{link.peer} did not finish a frame within {FRAME_SECS:g} s")
+        return False
+    decoder.buffer_updated(received)
+    return True
 
 
 def allocate(size: int) -> memoryview:

@@ -14,6 +14,7 @@ import trio
 from skippy.engine import EngineError
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    LIVENESS_EXTENSION,
     WAVES_EXTENSION,
     Lane as LaneMachine,
     LaneState,
@@ -114,6 +115,7 @@ class Lane:
             self.machine.credit,
             annexed=ANNEX_EXTENSION in extensions,
             waves=WAVES_EXTENSION in extensions,
+            heartbeats=LIVENESS_EXTENSION in extensions,
         )
 
     def meet_plain_peer(self) -> None:

@@ -64,6 +64,8 @@ class FrameMemory:
     """
 
     budget: FrameBudget
+    waiting: bool = False
+    """There is no memory for what was announced, so its sender is not read from."""
     _announced: int = 0
     _held: int = 0
 
@@ -92,7 +94,11 @@ class FrameMemory:
         """Wait until the budget covers all that was announced. Call before receiving more."""
         if self._announced:
             size = self._announced
-            await self.budget.take(size)
+            self.waiting = True
+            try:
+                await self.budget.take(size)
+            finally:
+                self.waiting = False
             self._held += size
             self._announced -= size
 

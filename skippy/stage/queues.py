@@ -107,6 +107,11 @@ class SendQueue(Generic[T]):
         """Nothing waits, nothing is in the getter's hands, and nobody holds the queue."""
         return not self._items and not self._in_hand and not self._held
 
+    @property
+    def held(self) -> bool:
+        """Somebody does: an item may be on its way past the queue."""
+        return self._held
+
     def hold(self) -> None:
         """Keep the getter waiting until ``release``: an item is on its way past the queue, which is idle."""
         assert self.idle, "held while in use"

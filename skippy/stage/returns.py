@@ -6,6 +6,7 @@ Stage 0 accepts such streams (:class:`ReturnHub`); the last stage dials them (:c
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -82,13 +83,15 @@ class ReturnHub:
         link: Link,
         decoder: MessageDecoder,
         opening: Message,
+        watch: Callable[[ReplyDecoder], AbstractContextManager[object]],
         *,
         annexed: bool = False,
+        heartbeats: bool = False,
         plain: bool = False,
     ) -> None:
         """Read replies from an accepted stream until it ends, or its lane does.
 
-        ``plain`` says that a plain generation-8 peer opened it.
+        ``watch`` is entered while they are read, and ``plain`` says that a plain generation-8 peer opened it.
 
         Raises RemoteProtocolError for an open that nobody waits for.
         """
@@ -98,14 +101,15 @@ class ReturnHub:
             raise RemoteProtocolError(
                 f"{link.peer} opened a return stream for request {opening.request_id}, which waits for none"
             )
-        annexes = AnnexedReplyDecoder() if annexed else None
-        replies = annexes or ReplyDecoder()
+        annexes = AnnexedReplyDecoder(heartbeats=heartbeats) if annexed else None
+        replies = annexes or ReplyDecoder(heartbeats=heartbeats)
         replies.receive_data(decoder.take_trailing_data())
         with trio.CancelScope() as scope:
             target.bind_return(opening, scope, plain=plain)
             try:
-                while (reply := await _receive(link, replies, target)) is not None:
-                    target.deliver_prediction(reply, None if annexes is None else annexes.annex)
+                with watch(replies):
+                    while (reply := await _receive(link, replies, target)) is not None:
+                        target.deliver_prediction(reply, None if annexes is None else annexes.annex)
                 why = None if annexes is None else annexes.failure
                 closed = LaneLost(f"{link.peer} closed the prediction return stream")
                 target.fail_return(closed if why is None else failure_of(why))
@@ -128,16 +132,27 @@ class ReturnStream:
 
     Args:
         annexed: the reply annex was agreed on this connection.
+        heartbeats: and heartbeats.
         plain: stage 0 is a plain generation-8 peer, where a stream belongs to one request.
     """
 
     def __init__(
-        self, context: StageContext, link: Link, *, annexed: bool = False, plain: bool = False
+        self,
+        context: StageContext,
+        link: Link,
+        *,
+        annexed: bool = False,
+        heartbeats: bool = False,
+        plain: bool = False,
     ) -> None:
         self.annexed = annexed
         self.plain = plain
         self._link = link
+        self._liveness = context.liveness
+        self._heartbeats = heartbeats
         self._writer = LinkWriter(link)
+        if heartbeats:
+            self._writer.accept_secs = context.liveness.timeout_secs  # stage 0 only reads
         self._scope = trio.CancelScope()
 
     async def write(self) -> None:
@@ -177,9 +192,12 @@ class ReturnStream:
         return self._writer.reserve()
 
     async def watch(self) -> None:
-        """Stage 0 never sends on this stream, so anything that can be received is its end."""
-        if await self._link.receive_into(memoryview(bytearray(1))):
-            raise RemoteProtocolError(f"{self._link.peer} sent data on the prediction return stream")
+        """Stage 0 sends nothing but heartbeats on this stream: anything else is its end."""
+        agreed = self._heartbeats
+        decoder = ReplyDecoder(heartbeats=agreed)
+        with self._liveness.watch(self._link, decoder, self._writer, agreed=agreed, expected=True):
+            if await receive_reply(self._link, decoder) is not None:
+                raise RemoteProtocolError(f"{self._link.peer} sent data on the prediction return stream")
         raise LinkClosed(f"{self._link.peer} closed the prediction return stream")
 
     def close(self) -> None:

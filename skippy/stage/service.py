@@ -21,6 +21,7 @@ from .admission import ModelIdentity, identify_engine, make_admission
 from .context import StageContext, find_neighbours, log
 from .errors import StageStartError
 from .links import Listener, StageLinks, Transport, open_links
+from .liveness import Liveness
 from .nurseries import open_hidden_nursery
 from .returns import ReturnHub
 from .runtime import InlineRuntime, Runtime, open_runtime_thread
@@ -113,6 +114,7 @@ async def open_stage(
         async def serve() -> None:
             with scope:
                 async with trio.open_nursery() as services:
+                    services.start_soon(context.liveness.run)
                     services.start_soon(serve_listener, context, listener)
                     if options.warm_preconnect and context.downstream is not None:
                         services.start_soon(context.warm.serve, context.dial_downstream)
@@ -219,4 +221,5 @@ def _make_context(
         downstream=downstream,
         return_endpoint=stage_zero,
         max_activation_bytes=info.max_batch * info.input_width * 4,
+        liveness=Liveness(options.peer_timeout_secs),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import trio
 
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    LIVENESS_EXTENSION,
     WAVES_EXTENSION,
     ConnectionRole,
     ListenerHandshake,
@@ -26,20 +28,17 @@ from skippy.telemetry import Level, names
 
 from .context import HANDSHAKE_SECS, LAST_WORDS_SECS, StageContext, log
 from .errors import DownstreamRefused, LaneLost, RequestFailed, StageError
-from .framing import FRAME_SECS, receive_message, send_frame
+from .framing import FRAME_SECS, receive_message
 from .lane import Lane
 from .links import Link, LinkClosed
+from .liveness import Pulse
 from .memory import FrameMemory
 from .nurseries import leaves
 from .queues import PendingReply
 from .reasons import encode_reason
 from .turns import take_turns
+from .writer import LinkWriter
 
-IDLE_SECS = 600.0
-"""How long a live request may bring no frame: longer than any reply of the chain may take. It holds a
-sequence, which others wait for; between requests a lane may be silent for as long as it likes."""
-IDLE_SLACK_SECS = 1.0
-"""How much earlier that may be noticed."""
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
 """What a peer may still send while it is told why its connection ends."""
 MAX_QUEUED_REPLIES = 64
@@ -54,7 +53,7 @@ async def serve_connection(
 
     ``on_admitted`` is called, perhaps more than once, when the peer has shown that it belongs to the chain.
     """
-    replies = _ReplyChannel()
+    replies = _ReplyChannel(link)
     try:
         try:
             with contextlib.closing(FrameMemory(context.frame_budget)) as memory:
@@ -77,7 +76,7 @@ async def serve_connection(
 async def _tell_why(link: Link, replies: _ReplyChannel, group: BaseException) -> None:
     """Send the reason of a failed request ahead of the end, where the annex was agreed."""
     failure = next((exc for exc in leaves(group) if isinstance(exc, RequestFailed)), None)
-    if failure is None or not replies.annexed or replies.sending:
+    if failure is None or not replies.annexed or not replies.writer.idle:
         return
     await _say_last(link, encode_reason(replies.request_id, failure))
 
@@ -129,37 +128,52 @@ async def _serve(
             on_admitted()  # before the wait for a frame that may come much later
         await _admit(context, link, handshake)
         replies.annexed = ANNEX_EXTENSION in handshake.extensions
+        heartbeats = LIVENESS_EXTENSION in handshake.extensions
+        if heartbeats:
+            replies.writer.accept_secs = min(FRAME_SECS, context.liveness.timeout_secs)
         decoder = MessageDecoder(
             context.info.input_width,
             max_activation_bytes=context.max_activation_bytes,
             max_state_import_bytes=0,
             allocate=memory.allocate,
+            heartbeats=heartbeats,
         )
         decoder.receive_data(handshake.trailing_data)
+        nursery.start_soon(replies.writer.run)
+        watch = functools.partial(context.liveness.watch, link, writer=replies.writer, agreed=heartbeats)
         context.telemetry.emit(
             names.STAGE_CONNECTION_SETUP_READY, peer_addr=link.peer, downstream_agreed=lane is not None
         )
         if handshake.request is not None:
             on_admitted()
-        # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
-        with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
-            first = await receive_message(link, decoder, memory)
-        if scope.cancelled_caught:
-            raise LinkClosed(f"{link.peer} sent no message within {HANDSHAKE_SECS:g} s")
-        if first is not None:
-            _check_role(link, handshake, first)
-        on_admitted()
-        if first is not None and lane is None and first.kind is MessageKind.PREDICTION_RETURN_OPEN:
-            plain = handshake.request is None
-            await context.hub.serve(link, decoder, first, annexed=replies.annexed, plain=plain)
-        elif first is not None:
-            nursery.start_soon(_write_replies, context, link, replies)
-            lane = lane or await open_lane()
-            if handshake.request is None:
-                lane.meet_plain_peer()
-            if WAVES_EXTENSION in handshake.extensions:
-                lane.meet_waves()
-            await _execute(context, link, lane, decoder, first, memory, replies)
+        with watch(decoder, memory=memory, expected=False) as pulse:
+            # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
+            with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
+                first = await receive_message(link, decoder, memory)
+            if scope.cancelled_caught:
+                raise LinkClosed(f"{link.peer} sent no message within {HANDSHAKE_SECS:g} s")
+            if first is not None:
+                _check_role(link, handshake, first)
+            on_admitted()
+            returns = lane is None and first is not None and first.kind is MessageKind.PREDICTION_RETURN_OPEN
+            if first is not None and not returns:
+                nursery.start_soon(_write_replies, context, replies)
+                lane = lane or await open_lane()
+                if handshake.request is None:
+                    lane.meet_plain_peer()
+                if WAVES_EXTENSION in handshake.extensions:
+                    lane.meet_waves()
+                await _execute(context, link, lane, decoder, first, memory, replies, pulse)
+        if first is not None and returns:
+            await context.hub.serve(
+                link,
+                decoder,
+                first,
+                functools.partial(watch, expected=True),
+                annexed=replies.annexed,
+                heartbeats=heartbeats,
+                plain=handshake.request is None,
+            )
         nursery.cancel_scope.cancel()
 
 
@@ -228,27 +242,27 @@ async def _execute(
     first: Message,
     memory: FrameMemory,
     replies: _ReplyChannel,
+    pulse: Pulse,
 ) -> None:
     """Read ahead, within bounds, and execute in order; returns at the end of the peer's stream.
 
-    An end of stream while a request is live drops what was read ahead and raises LinkClosed; so does a live
-    request that is silent for IDLE_SECS.
+    An end of stream while a request is live drops what was read ahead and raises LinkClosed.
     """
     frames = context.options.max_inflight
     if context.max_activation_bytes:
         frames = max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
-    live = first.kind is not MessageKind.STOP
     unhandled = 1
-    patience = trio.CancelScope(deadline=trio.current_time() + IDLE_SECS)
+    pulse.live = first.kind is not MessageKind.STOP
 
     async def read() -> Message | None:
-        nonlocal live, unhandled
+        nonlocal unhandled
+        pulse.reading = True
         with context.telemetry.span(names.STAGE_BINARY_RECV, level=Level.DEBUG, peer=link.peer) as span:
             message = None
             if not unhandled and (relay := lane.open_relay(link, decoder, memory)) is not None:
-                patience.deadline = math.inf
+                pulse.live = False  # a relay that brings no frames ends soon
                 message = await relay.run()
-                patience.deadline = trio.current_time() + IDLE_SECS
+                pulse.live = pulse.moved = True
             if message is None:
                 message = await receive_message(link, decoder, memory)
             if message is not None:
@@ -257,14 +271,12 @@ async def _execute(
                     span["message_kind"] = message.kind.name
                     span["activation_bytes"] = len(message.activation)
                     span["message_wire_bytes"] = estimated_wire_bytes(message)
-                live = message.kind is not MessageKind.STOP
-                due = trio.current_time() + IDLE_SECS if live else math.inf
-                # Moving a timer costs more than all else here, so not for every token.
-                if abs(due - patience.deadline) > IDLE_SLACK_SECS:
-                    patience.deadline = due
-            elif live:
+                pulse.live = message.kind is not MessageKind.STOP
+                pulse.moved = True
+            elif pulse.live:
                 # Nobody wants the rest, and the lane may be waiting for a stalled downstream.
                 raise LinkClosed(f"{link.peer} closed the connection while a request was live")
+        pulse.reading = False
         return message
 
     async def handle(message: Message) -> None:
@@ -284,10 +296,7 @@ async def _execute(
         memory.release(len(message.activation))
         return True
 
-    with patience:
-        await take_turns(read, handle, first=first, ahead=frames, handle_now=handle_now)
-    if patience.cancelled_caught:
-        raise LinkClosed(f"{link.peer} sent nothing for {IDLE_SECS:g} s while a request was live")
+    await take_turns(read, handle, first=first, ahead=frames, handle_now=handle_now)
 
 
 class _ReplyChannel:
@@ -295,13 +304,14 @@ class _ReplyChannel:
 
     Attributes:
         annexed: the reply annex was agreed on this connection.
-        sending: a reply is being sent, and perhaps half of it is out.
+        writer: what sends them; the only sender on an upstream link once it is ready.
         request_id: of the message executed last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link) -> None:
         self.annexed = False
-        self.sending = False
+        # Whoever waits for replies does nothing else, so these must be taken at once.
+        self.writer = LinkWriter(link, accept_secs=FRAME_SECS)
         self.request_id = 0
         self._send, self._receive = trio.open_memory_channel[PendingReply](MAX_QUEUED_REPLIES)
 
@@ -319,8 +329,8 @@ class _ReplyChannel:
         return await self._receive.receive()
 
 
-async def _write_replies(context: StageContext, link: Link, replies: _ReplyChannel) -> None:
-    """The only task that sends on an upstream link once it is ready."""
+async def _write_replies(context: StageContext, replies: _ReplyChannel) -> None:
+    """Send each reply, whole, before the next one is waited for, which may fail."""
     while True:
         place = await replies.get()
         reply = await place.wait()
@@ -331,10 +341,8 @@ async def _write_replies(context: StageContext, link: Link, replies: _ReplyChann
             predicted_token_count=len(reply.predicted_tokens),
             reply_wire_bytes=len(data),
         ):
-            replies.sending = True
-            # Whoever waits for replies does nothing else, so these must be taken at once.
-            await send_frame(link, [data], FRAME_SECS)
-            replies.sending = False
+            replies.writer.put([data])
+            await replies.writer.wait_flushed()
 
 
 def _texts(group: BaseException) -> str:

@@ -127,6 +127,7 @@ def test_off_values_are_accepted(capsys: Capture, command: str, arguments: list[
     [
         (["--max-inflight", "0"], "max_inflight: is 0, must be 1 to"),
         (["--downstream-connect-timeout-secs", "0"], "downstream_connect_timeout_secs: is 0"),
+        (["--peer-timeout-secs", "0.5"], "peer_timeout_secs: is 0.5, must be 1 to 3600"),
         (["--telemetry-queue-capacity", "0"], "telemetry_queue_capacity: is 0"),
         (
             ["--downstream-wire-delay-ms", "3600001"],

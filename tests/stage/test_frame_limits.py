@@ -11,7 +11,9 @@ from skippy.protocol import Message, MessageDecoder, MessageKind, default_state,
 from skippy.stage.framing import FRAME_SECS, receive_message
 from skippy.stage.links import LinkClosed
 from skippy.stage.links.memory import MemoryLink
+from skippy.stage.liveness import Liveness
 from skippy.stage.memory import FrameBudget, FrameMemory
+from skippy.stage.writer import LinkWriter
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens
 from tests.stage.test_chain_over_links import REQUEST
 from tests.support.cluster import toy_cluster
@@ -46,8 +48,17 @@ class Connection:
         self.memory = FrameMemory(budget)
         self.decoder = MessageDecoder(WIDTH, allocate=self.memory.allocate)
 
-    async def receive(self) -> Message | None:
-        return await receive_message(self.link, self.decoder, self.memory)
+    async def receive(self, heartbeats: bool = False) -> Message | None:
+        """The next message, under watch."""
+        liveness = Liveness(10)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(liveness.run)
+            with liveness.watch(
+                self.link, self.decoder, LinkWriter(self.link), self.memory, agreed=heartbeats, expected=False
+            ):
+                message = await receive_message(self.link, self.decoder, self.memory)
+            nursery.cancel_scope.cancel()
+        return message
 
 
 async def test_a_frame_that_does_not_end_is_given_up(autojump_clock: trio.testing.MockClock) -> None:
@@ -63,7 +74,9 @@ async def test_a_frame_that_does_not_end_is_given_up(autojump_clock: trio.testin
     async with trio.open_nursery() as nursery:
         nursery.start_soon(dribble)
         start = trio.current_time()
-        with pytest.raises(LinkClosed, match="peer did not finish a frame within 60 s"):
+        with pytest.RaisesGroup(
+            pytest.RaisesExc(LinkClosed, match="peer did not finish a frame within 60 s")
+        ):
             await connection.receive()
         assert trio.current_time() - start == pytest.approx(FRAME_SECS, abs=1)
         nursery.cancel_scope.cancel()

@@ -21,7 +21,7 @@ from skippy.protocol import Message, MessageKind, ReplyDecoder, ReplyKind, defau
 from skippy.stage.framing import ACCEPT_SECS, FRAME_SECS, receive_reply
 from skippy.stage.links import Link, LinkClosed
 from skippy.stage.links.memory import MemoryLink
-from skippy.stage.upstream import IDLE_SECS
+from skippy.stage.liveness import IDLE_SECS
 from skippy.stage.writer import LinkWriter
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_chain_over_links import REQUEST

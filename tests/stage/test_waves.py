@@ -13,6 +13,7 @@ from skippy.config import Endpoint, StageOptions
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    LIVENESS_EXTENSION,
     WAVES_EXTENSION,
     ConnectionRole,
     Message,
@@ -39,8 +40,9 @@ RANGES = [(0, 2), (2, 4), (4, 6)]
 WORD = pack_wave(Wave(77, 3))
 
 
-def admission_of(index: int, endpoints: list[str]) -> StageAdmission:
-    return engine_admission(toy_config(index, RANGES, endpoints), ToyEngine(*RANGES[index], 6).info)
+def admission_of(index: int, endpoints: list[str], heartbeats: bool = False) -> StageAdmission:
+    config = toy_config(index, RANGES, endpoints)
+    return engine_admission(config, ToyEngine(*RANGES[index], 6).info, heartbeats=heartbeats)
 
 
 @attrs.define
@@ -165,18 +167,18 @@ async def test_a_frame_without_rows_belongs_to_no_wave() -> None:
 def test_who_agrees() -> None:
     """Waves are between stages: no driver and no return stream has them."""
     endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(3)]
-    first, middle, last = (admission_of(index, endpoints) for index in range(3))
-    both = (WAVES_EXTENSION, ANNEX_EXTENSION)
+    first, middle, last = (admission_of(index, endpoints, heartbeats=True) for index in range(3))
+    all_of_them = (WAVES_EXTENSION, LIVENESS_EXTENSION, ANNEX_EXTENSION)
     for dialer, listener in ((first, middle), (middle, last)):
         assert dialer.downstream is not None
-        assert admit(dialer.downstream, listener.loaded).extensions == both
+        assert admit(dialer.downstream, listener.loaded).extensions == all_of_them
     assert last.stage_zero is not None
     assert last.stage_zero.role is ConnectionRole.RETURN
-    assert admit(last.stage_zero, first.loaded).extensions == (ANNEX_EXTENSION,)
-    driver = attrs.evolve(last.stage_zero, role=ConnectionRole.LANE, sender_index=-1, extensions=both)
+    assert admit(last.stage_zero, first.loaded).extensions == all_of_them[1:]
+    driver = attrs.evolve(last.stage_zero, role=ConnectionRole.LANE, sender_index=-1, extensions=all_of_them)
     answer = admit(driver, first.loaded)
     assert answer.refusal is None
-    assert answer.extensions == (ANNEX_EXTENSION,)
+    assert answer.extensions == all_of_them[1:]
 
 
 async def test_stages_number_sequences_alike() -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import attrs
+
 from skippy.config import StageConfig
 from skippy.engine import EngineInfo
-from skippy.protocol import AdmissionRequest, ConnectionRole, ListenerHandshake, LoadedStage
+from skippy.protocol import (
+    LIVENESS_EXTENSION,
+    AdmissionRequest,
+    ConnectionRole,
+    ListenerHandshake,
+    LoadedStage,
+)
 from skippy.stage import Stage
 from skippy.stage.admission import StageAdmission, identify_engine, make_admission
 from skippy.stage.links import Link
@@ -35,9 +45,25 @@ def lane_request(stage: Stage) -> AdmissionRequest:
     )
 
 
-def engine_admission(config: StageConfig, info: EngineInfo) -> StageAdmission:
-    """The admission of a stage that runs an engine of its own."""
-    return make_admission(config, None, info, identify_engine(config, info))
+def engine_admission(config: StageConfig, info: EngineInfo, *, heartbeats: bool = False) -> StageAdmission:
+    """The admission of a stage that the test plays; by default one that does not know heartbeats."""
+    admission = make_admission(config, None, info, identify_engine(config, info))
+    if heartbeats:
+        return admission
+    return attrs.evolve(
+        admission,
+        loaded=_silent(admission.loaded),
+        downstream=admission.downstream and _silent(admission.downstream),
+        stage_zero=admission.stage_zero and _silent(admission.stage_zero),
+    )
+
+
+P = TypeVar("P", AdmissionRequest, LoadedStage)
+
+
+def _silent(party: P) -> P:
+    left = tuple(name for name in party.extensions if name != LIVENESS_EXTENSION)
+    return attrs.evolve(party, extensions=left)
 
 
 async def admit_peer(link: Link, loaded: LoadedStage) -> None:

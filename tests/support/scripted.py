@@ -31,9 +31,10 @@ RANGES = [(0, 3), (3, 6)]
 ENDPOINTS = ["127.0.0.1:20000", "127.0.0.1:20001"]
 
 
-def last_admission() -> StageAdmission:
+def last_admission(heartbeats: bool = False) -> StageAdmission:
     """What the scripted last stage says of itself."""
-    return engine_admission(toy_config(1, RANGES, ENDPOINTS), ToyEngine(*RANGES[1], 6).info)
+    config = toy_config(1, RANGES, ENDPOINTS)
+    return engine_admission(config, ToyEngine(*RANGES[1], 6).info, heartbeats=heartbeats)
 
 
 @attrs.define
