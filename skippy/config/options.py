@@ -216,8 +216,9 @@ class OpenAIOptions:
     )
     stream_keep_alive_secs: float = key(
         "A stream that has not begun after so long begins with a comment, and gets another one that often "
-        "until its first token; 0: it begins with its first token. Errors before that have an HTTP status of "
-        "their own, later ones come in the stream.",
+        "until its first token, and later whenever no token came for so long; 0: it begins with its first "
+        "token, and has no comments. Errors before it begins have an HTTP status of their own, later ones "
+        "come in the stream.",
         default=10.0,
     )
     replay_on_stage_loss: bool = key(

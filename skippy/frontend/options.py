@@ -31,7 +31,8 @@ class FrontendOptions:
         body_timeout_secs: how long a client may take to send its body (408 after that).
         stall_timeout_secs: a client that takes nothing for this long loses its generation and connection.
         keep_alive_secs: a stream that has not begun after this long begins with a comment, and has another
-            one that often until its first token; inf: it begins with the first token.
+            one that often until its first token, and then after each such time in which no token came; inf:
+            it begins with the first token, and has no comments.
         event_buffer: events that may wait between a generation and its response writer.
         template_cpu_secs: processor time of one template rendering, which may take five times that in all.
         template_memory_bytes: address space of the template worker process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Literal
@@ -68,7 +69,7 @@ class GenerationTask:
         self._detokeniser = Detokeniser()
         self._matcher = StopMatcher(stops)
         self._stall_secs = stall_secs
-        self._send, self._receive = trio.open_memory_channel[str](buffer)
+        self._send, self._receive = trio.open_memory_channel[str | None](buffer)
         self._scope = trio.CancelScope()
         self._begun = trio.Event()
         self._generated = 0
@@ -100,10 +101,10 @@ class GenerationTask:
             raise self.error
 
     @property
-    def events(self) -> trio.MemoryReceiveChannel[str]:
+    def events(self) -> trio.MemoryReceiveChannel[str | None]:
         """Pieces of text; an empty one says that :attr:`express` has left something to the reader.
 
-        Ends when the generation has ended, however it did.
+        None: nothing has come for a while (:meth:`keep_alive`). Ends with the generation, however that ends.
         """
         return self._receive
 
@@ -129,6 +130,16 @@ class GenerationTask:
                 self.error = ApiError("the request was cancelled", status=500, code="cancelled")
             self._begun.set()
             self._send.close()
+
+    async def keep_alive(self, secs: float) -> None:
+        """Tell the reader, after its first token, of each ``secs`` in which none came; until cancelled."""
+        generated = 0
+        while True:
+            await trio.sleep(secs)
+            if generated == self._generated > 0 and not self._send.statistics().current_buffer_used:
+                with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                    self._send.send_nowait(None)
+            generated = self._generated
 
     async def _generate(self) -> None:
         with self._generator.preparing():

@@ -172,7 +172,7 @@ class CompletionService:
             response = Response(body, content_type="text/event-stream; charset=utf-8")
             response.headers["cache-control"] = "no-cache"
         else:
-            text = "".join([piece async for piece in task.events])
+            text = "".join([piece async for piece in task.events if piece])
             if task.error is not None:
                 raise task.error
             whole = shape.whole(text, task.finish_reason, task.usage)
@@ -191,7 +191,11 @@ class CompletionService:
         )
         with summary as span:
             try:
-                await task.run()
+                async with trio.open_nursery() as nursery:
+                    if request.stream:
+                        nursery.start_soon(task.keep_alive, self._options.keep_alive_secs)
+                    await task.run()
+                    nursery.cancel_scope.cancel()
             finally:
                 self._running.discard(task)
                 usage = task.usage
@@ -226,14 +230,14 @@ async def _stream(
     if direct is not None:
         send_now = direct.send_now
         task.express = lambda text: send_now(shape.delta(text))
-    async for text in task.events:
+    async for piece in task.events:
         if direct is not None:
             await direct.flush()
-        frames = [shape.delta(text)] if text else []
+        pieces = [piece]
         # Whatever else is waiting goes out in the same write.
         while task.events.statistics().current_buffer_used:
-            frames.append(shape.delta(task.events.receive_nowait()))
-        if frames:
+            pieces.append(task.events.receive_nowait())
+        if frames := [KEEP_ALIVE if text is None else shape.delta(text) for text in pieces if text != ""]:
             yield b"".join(frames)
     if task.error is not None:
         yield error_event(task.error) + DONE_EVENT
