@@ -135,7 +135,7 @@ class Client:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(task.run)
             async for piece in task.events:
-                got += piece
+                got += piece or ""
                 self.got += 1
                 self.trace(f"{self.name} text {piece!r}")
                 self._check(wanted.startswith(got), f"got {got!r}, and must get {wanted!r}")
