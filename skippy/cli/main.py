@@ -9,7 +9,7 @@ import click
 
 from skippy import __version__
 
-from . import chat, child, config_docs, example, models, run, serve, sim
+from . import chat, child, config_docs, example, failure_table, models, run, serve, sim
 from .errors import explain, report
 
 
@@ -29,6 +29,7 @@ for command in (
     serve.serve,
     example.example_config,
     sim.sim,
+    failure_table.failure_table,
     child.stage_child,
     config_docs.config_docs,
 ):

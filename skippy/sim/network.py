@@ -110,8 +110,12 @@ class Wire:
 
         self.pipes = {direction: pipe(direction) for direction in Direction}
         forward, back = self.pipes[Direction.FORWARD], self.pipes[Direction.BACK]
-        self.near = SimLink(self, str(endpoint), forward, back)
-        self.far = SimLink(self, name.dialer, back, forward)
+        self.near = self.make_link(str(endpoint), forward, back)
+        self.far = self.make_link(name.dialer, back, forward)
+
+    def make_link(self, peer: str, out: Pipe, into: Pipe) -> SimLink:
+        """One of its two ends."""
+        return SimLink(self, peer, out, into)
 
     def strike(self, direction: Direction, fault: Fault) -> None:
         """Let a fault begin now, whatever its frame and byte. Raises ValueError for a lie."""
@@ -265,7 +269,7 @@ class SimNetwork:
         name = LinkName(*pair, self._numbers[pair])
         self._numbers[pair] += 1
         conditions = self._conditions(name) if callable(self._conditions) else self._conditions
-        wire = Wire(self, name, endpoint, conditions)
+        wire = self.make_wire(name, endpoint, conditions)
         listener.offer(wire.far)
         self.wires[name] = wire
         self.tell(f"{name} connected")
@@ -276,6 +280,10 @@ class SimNetwork:
                 wire.near.close()
                 raise
         return wire.near
+
+    def make_wire(self, name: LinkName, endpoint: Endpoint, conditions: Conditions) -> Wire:
+        """A link that was dialled."""
+        return Wire(self, name, endpoint, conditions)
 
     def _owner(self, endpoint: Endpoint) -> str | None:
         listener = self.listeners.get(endpoint)

@@ -35,6 +35,9 @@ class Pipe:
         break_link: called for a fault that ends both directions; ``True``: as a reset.
         tell: told what happens, for the trace.
         struck: told of each fault that begins.
+
+    Attributes:
+        slices: as in the conditions, but it may change.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Pipe:
     ) -> None:
         self._name = name
         self._conditions = conditions
+        self.slices = conditions.slices
         self._dice = dice
         self._faults = list(faults)
         self._now = now
@@ -295,8 +299,8 @@ class Pipe:
             raise LinkClosed(f"receiving on {self._name} failed: {self._receiver_error}")
         now, count = self._now(), 0
         limit = buffer.nbytes
-        if self._conditions.slices is not None and self.unread:
-            limit = min(limit, self._dice.randint(1, self._conditions.slices))
+        if self.slices is not None and self.unread:
+            limit = min(limit, self._dice.randint(1, self.slices))
         if self._trickle:
             limit = min(limit, 1) if self._gate <= now else 0
         while self._chunks and self._chunks[0].due <= now and count < limit:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import importlib
-import logging
 import random
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import trio
 import trio.testing
 
 from skippy.frontend.generation import GenerationRequest
-from skippy.stage.clock import measured_on
-from skippy.stage.nurseries import leaves
-from skippy.telemetry.logs import ROOT
 
 from .clients import Client
 from .cluster import SimCluster, party
@@ -27,8 +19,9 @@ from .invariants import check_always, check_end, check_idle
 from .network import SimNetwork
 from .peers import Peer
 from .scenario import Asked, Blow, Scenario
-from .trace import LogTrace, Trace
+from .trace import Trace
 from .violation import Violation, require
+from .virtual import run_virtually, within
 
 START_SECS: Final = 30.0
 """A chain without faults is ready within this time."""
@@ -134,13 +127,13 @@ class Simulation:
                     await self._cluster.serve()
 
             nursery.start_soon(serve)
-            with _within(START_SECS, "the stages have not started"):
+            with within(START_SECS, "the stages have not started"):
                 await self._cluster.wait_up()
             await self._stormy()
             await self._calm_down()
             await self._probe()
             cluster_scope.cancel()
-            with _within(END_SECS, "the chain did not end when it was told to"):
+            with within(END_SECS, "the chain did not end when it was told to"):
                 while nursery.child_tasks:
                     await trio.testing.wait_all_tasks_blocked()
                     if nursery.child_tasks:
@@ -154,7 +147,7 @@ class Simulation:
         scenario = self._scenario
         async with trio.open_nursery() as nursery:
             if not scenario.faulty:
-                with _within(START_SECS, "the lanes are not connected"):
+                with within(START_SECS, "the lanes are not connected"):
                     await self._wait_connected()
             for number, asked in enumerate(scenario.asked):
                 self._start_client(nursery, f"request {number}", asked)
@@ -168,7 +161,7 @@ class Simulation:
         self._clients.append(client)
 
         async def run() -> None:
-            with _within(asked.at - trio.current_time() + REQUEST_SECS, f"{name} has not ended"):
+            with within(asked.at - trio.current_time() + REQUEST_SECS, f"{name} has not ended"):
                 await client.run()
             self._check_end_of(client)
 
@@ -183,7 +176,7 @@ class Simulation:
         sessions, frames = chance.randint(1, 2), chance.randint(5, 30)
         peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames)
         self._peers.append(peer)
-        with _within(REQUEST_SECS, f"{name} has not ended"):
+        with within(REQUEST_SECS, f"{name} has not ended"):
             await peer.run(running.stage, self._network.of(name))
         require(peer.ended == "done" or self._scenario.faulty, f"{name} ended without a fault: {peer.ended}")
 
@@ -206,10 +199,10 @@ class Simulation:
         """Nothing goes wrong any more: the chain recovers by itself."""
         self.trace("nothing goes wrong from here on")
         self._network.heal()
-        with _within(START_SECS, "a stage that was killed is not back"):
+        with within(START_SECS, "a stage that was killed is not back"):
             await self._cluster.wait_up()
         await trio.sleep(DETECTION_SECS)
-        with _within(RECOVERY_SECS, "the chain does not recover: lanes are not connected"):
+        with within(RECOVERY_SECS, "the chain does not recover: lanes are not connected"):
             await self._wait_connected()
 
     async def _wait_connected(self) -> None:
@@ -222,7 +215,7 @@ class Simulation:
         scenario = self._scenario
         request = GenerationRequest(prompt=[72, 101, 108, 108, 111], max_tokens=6)
         probes = []
-        with _within(PROBE_SECS, "a request after all faults has not ended"):
+        with within(PROBE_SECS, "a request after all faults has not ended"):
             async with trio.open_nursery() as nursery:
                 for number in range(scenario.lanes):
                     asked = Asked(at=trio.current_time(), request=request)
@@ -263,72 +256,11 @@ class Simulation:
             require(refused or len(struck) > MOST_REPLAYS or not SILENT.isdisjoint(struck), text)
 
 
-@contextlib.contextmanager
-def _within(secs: float, otherwise: str) -> Iterator[None]:
-    """Violation with ``otherwise`` unless the block ends in time."""
-    with trio.move_on_after(max(0.0, secs)) as scope:
-        yield
-    require(not scope.cancelled_caught, f"{otherwise} within {secs:g} s")
-
-
 def simulate(scenario: Scenario) -> Report:
     """Run a scenario in this thread, which must not run Trio yet."""
     simulation = Simulation(scenario)
-    violation: str | None = None
-    handler = LogTrace(simulation.trace)
-    with _determined(scenario.seed), _logged_to(handler), measured_on(simulation._clock):
-        clock = trio.testing.MockClock(autojump_threshold=0)
-        try:
-            trio.run(simulation.run, clock=clock)
-        except BaseExceptionGroup as group:
-            violation = "; ".join(dict.fromkeys(_text(error) for error in leaves(group)))
-        except Exception as error:
-            violation = _text(error)
-    if violation is None and handler.faults:
-        violation = f"a fault of the program: {handler.faults[0]}"
+    violation = run_virtually(simulation.run, scenario.seed, simulation._clock, simulation.trace)
     outcomes: dict[str, int] = {}
     for client in simulation._clients:
         outcomes[client.outcome or "running"] = outcomes.get(client.outcome or "running", 0) + 1
     return Report(scenario, violation, simulation.trace, simulation.secs, outcomes)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-
-
-@contextlib.contextmanager
-def _determined(seed: int) -> Iterator[None]:
-    """Trio chooses the order of tasks by dice that come from the seed, and by nothing else.
-
-    The dice and the switch have no public names; Trio's own plugin for Hypothesis sets the same two.
-    Collecting garbage may run code at any time, so it waits for the end.
-    """
-    _run: Any = importlib.import_module("trio._core._run")
-    before = _run._ALLOW_DETERMINISTIC_SCHEDULING
-    _run._ALLOW_DETERMINISTIC_SCHEDULING = True
-    _run._r.seed(f"scheduler/{seed}")
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        _run._ALLOW_DETERMINISTIC_SCHEDULING = before
-        _run._r.seed()
-        if collects:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _logged_to(handler: logging.Handler) -> Iterator[None]:
-    """What the program logs goes there, and nowhere else."""
-    logger = logging.getLogger(ROOT)
-    before = logger.propagate, logger.level
-    logger.addHandler(handler)
-    logger.propagate = False
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate, _ = before
-        logger.setLevel(before[1])
