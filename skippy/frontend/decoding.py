@@ -8,6 +8,7 @@ run ahead of their reader is bounded.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -43,6 +44,7 @@ class DecodeLoop:
     Args:
         pooled: the lane, leased; its frames bear ``pooled.request`` and ``pooled.generation``.
         generated: how many tokens the generation had before, on lanes that were lost.
+        express: as that of a :class:`skippy.frontend.generation.TokenStream`.
 
     Attributes:
         finish_reason: why there are no more tokens; None before that is known.
@@ -55,6 +57,7 @@ class DecodeLoop:
         vocabulary: Vocabulary,
         telemetry: Telemetry,
         generated: int = 0,
+        express: Callable[[Token], bool] = lambda _: False,
     ) -> None:
         self._pooled = pooled
         self._request = request
@@ -63,6 +66,7 @@ class DecodeLoop:
         self._ids = pooled.request
         self._generation = pooled.generation
         self._telemetry = telemetry
+        self._express = express
         sampling = request.sampling
         self._ignores_eos = sampling is not None and sampling.ignores_eos
         self._tokens: deque[Token] = deque()
@@ -73,7 +77,7 @@ class DecodeLoop:
         """A step that could not begin without waiting, which the reader does."""
         self._run: LocalRun | ChainRun | None = None
         """Steps that follow each other by themselves."""
-        self._error: StageError | None = None
+        self._error: Exception | None = None
         self._stopped = False
         self._reader: trio.lowlevel.Task | None = None
         self.finish_reason: FinishReason | None = None
@@ -94,7 +98,7 @@ class DecodeLoop:
     async def next(self) -> Token | None:
         """The next token; None once ``finish_reason`` is known. Cancelled while waiting, nothing is lost.
 
-        Raises StageError: the lane has ended.
+        Raises StageError: the lane has ended; or what ``express`` has raised.
         """
         while not self._tokens:
             if self.finish_reason is not None:
@@ -106,6 +110,10 @@ class DecodeLoop:
                 (await self._pooled.handle(message)).then(self._arrived)
             else:
                 await self._wait()
+        return self._taken()
+
+    def _taken(self) -> Token:
+        """Take the first token, which may let another step begin."""
         token = self._tokens.popleft()
         if self._run is not None:
             self._run.taken += 1
@@ -124,9 +132,26 @@ class DecodeLoop:
         await trio.lowlevel.wait_task_rescheduled(give_up)
 
     def _wake(self) -> None:
-        if self._reader is not None:
+        """Wake the reader if it waits and there is something for it."""
+        if self._reader is not None and self._tokens:
+            self._offer()
+        if self._reader is not None and (self._tokens or self._ended or self._unsent is not None):
             task, self._reader = self._reader, None
             trio.lowlevel.reschedule(task)
+
+    def _offer(self) -> None:
+        """Save the reader, which waits, a token."""
+        try:
+            if self._express(self._tokens[0]):
+                self._taken()
+        except Exception as exc:  # for the reader to raise, not for whoever has brought the token
+            self._tokens.clear()
+            self._error, self.finish_reason = exc, None
+            self.stop()
+
+    @property
+    def _ended(self) -> bool:
+        return self.finish_reason is not None or self._error is not None
 
     def _step(self, token: int) -> None:
         """Begin the step that executes ``token``, or leave it to the reader."""
@@ -210,7 +235,7 @@ class DecodeLoop:
         """A step has given a token; ``goes_on``: the next one has begun."""
         if goes_on and self._pooled.lane.is_whole_chain:
             self._pooled.lane.went_on()
-        if self.finish_reason is not None or self._error is not None:
+        if self._ended:
             return  # the engine was one step ahead
         try:
             self._take(token, annex)

@@ -127,6 +127,7 @@ class ChainStream:
     A lane that is lost in the middle is replaced (:mod:`skippy.frontend.recovery`): the tokens go on.
 
     Attributes:
+        express: see :class:`skippy.frontend.generation.TokenStream`.
         generated: tokens so far.
     """
 
@@ -154,6 +155,7 @@ class ChainStream:
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._logprobs: PositionLogProbabilities | None = None
+        self.express: Callable[[int], bool] | None = None
         self._begin_session(admission.lane, 0)
 
     @property
@@ -185,10 +187,20 @@ class ChainStream:
             assert self._decoding is not None
             self._finish_reason = self._decoding.finish_reason
             raise StopAsyncIteration
+        self._count(step)
+        return step[0]
+
+    def _count(self, step: Token) -> None:
         token, self._logprobs = step
         self._tokens.append(token)
         self._admission.lane.token_received()
-        return token
+
+    def _express(self, step: Token) -> bool:
+        # The end of a replay is for the iteration to tell.
+        if self.express is None or self._recovery.under_way or not self.express(step[0]):
+            return False
+        self._count(step)
+        return True
 
     async def _feed(self) -> DecodeLoop:
         """Put all that is known of the generation into its lane, and begin to decode."""
@@ -196,7 +208,9 @@ class ChainStream:
         if not self._recovery.count:
             await prefill.configure(lane, request)
         first = await prefill.run(lane, request, self._tokens)
-        self._decoding = DecodeLoop(lane, request, self._vocabulary, self._telemetry, self.generated)
+        self._decoding = DecodeLoop(
+            lane, request, self._vocabulary, self._telemetry, self.generated, self._express
+        )
         self._decoding.begin(first)
         return self._decoding
 

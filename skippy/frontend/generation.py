@@ -6,7 +6,7 @@ The HTTP side (:mod:`skippy.frontend.app`) knows only this module; the chain sid
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Literal, Protocol
 
@@ -99,7 +99,14 @@ class TokenStream(Protocol):
     """Async iterator of generated token ids; the end-of-generation token is not among them.
 
     Iteration ends after a finish reason is known; it raises :class:`GenerationError` if the generation fails.
+
+    Attributes:
+        express: offered each token that a step of the iteration waits for; True: the step need not see it,
+            and waits for the next one. Called by whatever has brought the token, so it must not wait. What it
+            raises ends the iteration.
     """
+
+    express: Callable[[int], bool] | None
 
     @property
     def finish_reason(self) -> FinishReason | None:

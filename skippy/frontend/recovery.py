@@ -111,6 +111,11 @@ class Recovery:
                 f"a stage of the chain was lost, and the request cannot be replayed, because {state}: {lost}"
             )
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a replay has begun, and nothing has come of it yet."""
+        return self._began_at is not None
+
     def caught_up(self) -> None:
         """A token or the end has come: the replay, if one was under way, has done what it was for."""
         self._fruitless = 0

@@ -146,6 +146,7 @@ class GenerationTask:
             request = await self._prepare()
             self._prompt_tokens = len(request.prompt)
         async with self._generator.generate(request) as stream:
+            stream.express = self._take_now
             async for token in stream:
                 self._generated += 1
                 self._begun.set()
@@ -166,11 +167,26 @@ class GenerationTask:
             raise RuntimeError("the token stream ended without a finish reason")
         self.outcome = "completed"
 
+    def _take_now(self, token: int) -> bool:
+        """Take a token in place of :meth:`_generate`; False, and nothing has happened, where that must."""
+        if self.express is None or self._matcher.seeks or not self._reader_waits:
+            return False
+        text = self._detokeniser.feed(self._vocabulary.piece(token))
+        self._generated += 1
+        if text and not self.express(text):
+            self._send.send_nowait("")
+        return True
+
+    @property
+    def _reader_waits(self) -> bool:
+        """Whether the reader has taken all there was, and waits."""
+        return self._send.statistics().tasks_waiting_receive > 0
+
     async def _emit(self, text: str) -> bool:
         """Hand over a piece of text; False if the reader has stalled or is gone: the generation must end."""
         if not text:
             return True
-        if self.express is not None and self._send.statistics().tasks_waiting_receive:
+        if self.express is not None and self._reader_waits:
             if self.express(text):
                 return True
             text = ""

@@ -39,6 +39,11 @@ class StopMatcher:
         self._stopped = False
 
     @property
+    def seeks(self) -> bool:
+        """Whether there is anything to look for: without, text comes out as it goes in."""
+        return self._pattern is not None
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string was found; from then on nothing more comes out."""
         return self._stopped

@@ -29,28 +29,35 @@ def say(text: str | bytes) -> Script:
 
 
 class ScriptedStream:
+    """A token that comes after an event has been waited for goes past the iteration where it may."""
+
     def __init__(self, steps: Sequence[Step], limit: int) -> None:
         self._steps = iter(steps)
         self._left = limit
         self.finish_reason: FinishReason | None = None
+        self.express: Callable[[int], bool] | None = None
 
     def __aiter__(self) -> ScriptedStream:
         return self
 
     async def __anext__(self) -> int:
         await trio.lowlevel.checkpoint()
-        if self._left == 0:
-            self.finish_reason = "length"
-            raise StopAsyncIteration
-        for step in self._steps:
+        waited = False
+        while self._left:
+            step = next(self._steps, None)
+            if step is None:
+                self.finish_reason = "stop"
+                raise StopAsyncIteration
             if isinstance(step, trio.Event):
                 await step.wait()
+                waited = True
             elif isinstance(step, Exception):
                 raise step
             else:
                 self._left -= 1
-                return step
-        self.finish_reason = "stop"
+                if not (waited and self.express is not None and self.express(step)):
+                    return step
+        self.finish_reason = "length"
         raise StopAsyncIteration
 
 
