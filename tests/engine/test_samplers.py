@@ -363,3 +363,41 @@ def test_step_seeds() -> None:
     assert step_seed(1, 2, b"skippy-draw") != step_seed(2, 1, b"skippy-draw")
     assert step_seed(1, 2, b"skippy-draw") != step_seed(1, 2, b"skippy-xtc")
     assert step_seed(0, 0, b"skippy-draw") == step_seed(2**64, 0, b"skippy-draw")  # seeds are 64 bits
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repeat_penalty": 1.3},
+        {"repeat_penalty": 1.5, "penalty_last_n": 3, "top_p": 0.8},
+        {"dry_multiplier": 0.8, "dry_allowed_length": 1, "dry_base": 1.5},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.02, "dynatemp_range": 0.3},
+    ],
+)
+def test_a_sampler_goes_on_where_another_one_was(last: StageEngine, fields: dict[str, Any]) -> None:
+    """As a replay has it: made anew, it takes what was drawn, in pieces of any size, without drawing."""
+    config = settings(seed=7, temperature=1.2, top_k=30, **fields)
+    logits = np.random.default_rng(3).normal(0, 2, (16, last.info.vocab_size)).astype(np.float32)
+    logits[:, 8:] -= 20.0  # few are likely, so that they repeat
+    try:
+        first = last.new_sampler(config)
+    except ValueError:
+        pytest.skip("the toy engine has no such sampler")
+    prompt, tokens = [3, 5, 3], list[int]()
+    first.accept(prompt)
+    for step, row in enumerate(logits):
+        tokens.append(first.sample(row, step))
+        first.accept(tokens[-1:])
+    assert len(set(tokens)) < len(tokens)
+    for taken in range(len(tokens)):
+        again = last.new_sampler(config)
+        again.accept(prompt)
+        for start in range(0, taken, 4):
+            again.accept(tokens[start : min(start + 4, taken)])
+        drawn = list[int]()
+        for step in range(taken, len(tokens)):
+            drawn.append(again.sample(logits[step], step))
+            again.accept(drawn[-1:])
+        assert drawn == tokens[taken:]
+        again.close()
+    first.close()

@@ -1,0 +1,56 @@
+"""The unsplit model, computing what a chain computes in batches of the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skippy.engine import Segment, StageEngine
+from skippy.protocol import SamplingConfig
+
+
+class WholeModel:
+    """One sequence on one engine that has all layers.
+
+    Args:
+        chunk: tokens of a prefill chunk, and of a replay chunk.
+    """
+
+    def __init__(self, engine: StageEngine, sampling: SamplingConfig, chunk: int) -> None:
+        self.engine = engine
+        self._sampling = sampling
+        self._chunk = chunk
+        self._sampler = engine.new_sampler(sampling)
+
+    def answer(self, prompt: Sequence[int], count: int, replays: Sequence[int] = ()) -> list[int]:
+        """``count`` tokens behind a prompt; behind each number of ``replays`` all is computed again."""
+        self._begin()
+        self._run_chunks(prompt[:-1])
+        tokens: list[int] = []
+        for step in range(count):
+            if step in replays and tokens:
+                self._begin()
+                self._run_chunks(prompt)
+                self._run_chunks(tokens, predict=True)
+            else:
+                self._run([tokens[-1] if tokens else prompt[-1]], logits=1)
+            tokens.append(self._sampler.sample(self.engine.logits(0), step))
+        return tokens
+
+    def _begin(self) -> None:
+        self.engine.drop(0)
+        self._sampler.close()
+        self._sampler = self.engine.new_sampler(self._sampling)
+
+    def _run_chunks(self, tokens: Sequence[int], *, predict: bool = False) -> None:
+        for start in range(0, len(tokens), self._chunk):
+            last = start + self._chunk >= len(tokens)
+            self._run(tokens[start : start + self._chunk], logits=1 if predict and last else 0)
+
+    def _run(self, tokens: Sequence[int], logits: int = 0) -> None:
+        self._sampler.accept(tokens)
+        position = self.engine.length(0)
+        self.engine.decode([Segment(0, position, len(tokens), tokens=list(tokens), logits=logits)])
+
+    def close(self) -> None:
+        self._sampler.close()
+        self.engine.close()
