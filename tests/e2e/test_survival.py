@@ -1,0 +1,162 @@
+"""A stage is killed in the middle of an answer: the supervisor brings it back, and the answer goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from skippy.engine import EngineOptions, Segment, Vocabulary
+from skippy.engine.llama import LlamaEngine
+from skippy.models import ensure_slice
+
+from .support import LAYERS, Served, serve
+
+CONTEXT = 256
+TOKENS = 150
+KILL_AFTER = 12
+"""Pieces of text that the client has when the stage is killed."""
+
+
+class WholeModel:
+    """The unsplit model, whose numbers the chain's are, where its batches have the same shapes."""
+
+    def __init__(self, model: Path) -> None:
+        options = EngineOptions(context_length=CONTEXT, max_sequences=1, n_threads=1)
+        self._engine = LlamaEngine.load(ensure_slice(model, 0, LAYERS), options)
+        assert self._engine.vocabulary is not None
+        self.vocabulary: Vocabulary = self._engine.vocabulary
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def answer(self, prompt: Sequence[int], replays: Sequence[int]) -> list[int]:
+        """TOKENS greedy tokens; behind each number of them in ``replays`` everything is computed again.
+
+        As stage 0 does it: the prompt as one chunk, what was generated as another one, then step by step.
+        """
+        self._engine.drop(0)
+        self._feed(prompt[:-1])
+        tokens = [self._next([prompt[-1]])]
+        for end in [*replays, TOKENS]:
+            while len(tokens) < end:
+                tokens.append(self._next(tokens[-1:]))
+            if end < TOKENS:
+                self._engine.drop(0)
+                self._feed(prompt)
+                tokens.append(self._next(tokens))
+        return tokens
+
+    def _feed(self, tokens: Sequence[int], logits: int = 0) -> None:
+        position = self._engine.length(0)
+        self._engine.decode([Segment(0, position, len(tokens), tokens=list(tokens), logits=logits)])
+
+    def _next(self, tokens: Sequence[int]) -> int:
+        """The likeliest token behind these that does not end the answer."""
+        self._feed(tokens, logits=1)
+        for token in self._engine.logits(0).argsort(kind="stable")[::-1]:
+            if not self.vocabulary.is_end_of_generation(int(token)):
+                return int(token)
+        raise AssertionError("every token ends the answer")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self.vocabulary.piece, tokens)).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def whole(bundled_model: Path) -> Iterator[WholeModel]:
+    model = WholeModel(bundled_model)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def chain(bundled_model: Path) -> Iterator[Served]:
+    """Three stages, one request at a time: batches have the shapes that the prediction has."""
+    with serve(bundled_model, 3, "--lane-count", "1", "--ctx-size", str(CONTEXT), "-v") as served:
+        yield served
+
+
+def pid_of(served: Served, index: int) -> int:
+    """Of the present life of a stage."""
+    pid = int(served.process.wait_for(rf"stage-{index} .* process (\d+)")[1])
+    for line in served.process.errors:
+        if f'"stage-{index}"' in line and (again := re.search(r'"pid": (\d+).*"a stage is up again"', line)):
+            pid = int(again[1])
+    return pid
+
+
+def replays_of(served: Served, since: int) -> list[int]:
+    """How many tokens there were when a request was taken up again, of all log lines after the first ones."""
+    lines = [line for line in served.process.errors[since:] if "is replayed on another one" in line]
+    return [int(match[1]) for line in lines if (match := re.search(r'"generated": (\d+)', line))]
+
+
+def body(served: Served, prompt: Sequence[int]) -> dict[str, Any]:
+    return {
+        "model": served.model,
+        "prompt": list(prompt),
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+def read_stream(response: httpx.Response, victim: int | None) -> tuple[list[dict[str, Any]], bool]:
+    """The events of a stream, in the middle of which a process is killed; and whether ``[DONE]`` came."""
+    events: list[dict[str, Any]] = []
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return events, True
+        if line.startswith("data: "):
+            events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == KILL_AFTER and victim is not None:
+                psutil.Process(victim).kill()
+    return events, False
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [1, 2])
+def test_the_answer_goes_on_to_its_normal_end(chain: Served, whole: WholeModel, index: int) -> None:
+    prompt = whole.vocabulary.tokenize("Once upon a time, in a", add_special=True, parse_special=False)
+    logged = len(chain.process.errors)
+    with httpx.stream("POST", chain.url + "/completions", json=body(chain, prompt), timeout=120) as response:
+        assert response.status_code == 200
+        events, done = read_stream(response, pid_of(chain, index))
+    assert done
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    replays = replays_of(chain, logged)
+    assert replays
+    assert all(KILL_AFTER <= count < TOKENS for count in replays)
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == whole.text(whole.answer(prompt, replays))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_stage_0_takes_its_clients_with_it_and_serves_the_next_ones(chain: Served, whole: WholeModel) -> None:
+    """The connection is its own, so it breaks, without an end that looks like one; the port stays."""
+    prompt = whole.vocabulary.tokenize("The sky is", add_special=True, parse_special=False)
+    with (
+        httpx.stream("POST", chain.url + "/completions", json=body(chain, prompt), timeout=120) as response,
+        pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)),
+    ):
+        read_stream(response, pid_of(chain, 0))
+    # A connection is not refused while it is away: it waits for the next life of stage 0.
+    ready = httpx.get(chain.url.removesuffix("/v1") + "/readyz", timeout=120)
+    assert ready.status_code in (200, 503)
+    while ready.status_code == 503:
+        ready = httpx.get(chain.url.removesuffix("/v1") + "/readyz", timeout=120)
+    with httpx.stream("POST", chain.url + "/completions", json=body(chain, prompt), timeout=120) as response:
+        assert response.status_code == 200
+        events, done = read_stream(response, None)
+    assert done
+    assert "".join(event["choices"][0]["text"] for event in events) == whole.text(whole.answer(prompt, []))
