@@ -19,7 +19,7 @@ from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopolog
 from .errors import SettingError
 from .obituary import UNRETURNED
 from .serving import serve_one
-from .stopping import Stop, stop_signals
+from .stopping import Stop, end_process, stop_signals
 
 MAX_SETTINGS_BYTES = 1024 * 1024
 ORPHAN_SECS = 2.5
@@ -55,6 +55,7 @@ def stage_child(listen_fd: int, status_fd: int, openai_fd: int | None) -> None:
             openai_socket=None if openai_fd is None else socket.socket(fileno=openai_fd),
             outage=lambda: parent.notice,
         )
+        end_process(0)
 
 
 class _Parent:

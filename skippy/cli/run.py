@@ -24,7 +24,7 @@ from .progress import SliceProgress
 from .restarts import DEFAULT_MAX_RESTARTS, RestartPolicy
 from .serve import serve_on_terminal
 from .sockets import url_host
-from .stopping import stop_signals
+from .stopping import end_process, stop_signals
 from .supervise import Supervisor
 
 LATE_SECS = 0.5
@@ -154,8 +154,9 @@ def run_demo(verbose: bool, telemetry_level: str | None, max_restarts: int, **va
             await stop.run(supervisor.run)
             return supervisor.unreturned
 
-        if trio.run(main):
-            sys.exit(UNRETURNED)
+        unreturned = trio.run(main)
+        progress.stop()
+        end_process(UNRETURNED if unreturned else 0)
 
 
 def own_command() -> str:

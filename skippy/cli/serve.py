@@ -15,7 +15,7 @@ from . import flags
 from .errors import SettingError
 from .serving import serve_one
 from .statistics import log_statistics
-from .stopping import stop_signals
+from .stopping import end_process, stop_signals
 
 
 class Terminal:
@@ -48,6 +48,7 @@ def serve_on_terminal(
     """Run a stage until SIGINT, SIGTERM or SIGHUP."""
     with stop_signals(grace_secs) as stop:
         serve_one(config, topology, options, openai, Terminal(), stop, grace_secs=grace_secs)
+        end_process(0)
 
 
 def openai_from_flags(bind_addr: str, values: dict[str, Any]) -> OpenAIOptions:

@@ -21,8 +21,8 @@ from .statistics import STATISTICS_SIGNAL, answer_statistics_signal, log_statist
 
 log = get_logger("skippy")
 
-OTHERS_SECS = 0.8
-"""How much of the grace period is left to the other stages where stage 0 has not ended before."""
+OTHERS_SECS = 1.0
+"""How much of the grace period, at most a quarter, the other stages have where stage 0 has not ended."""
 
 
 class Supervisor:
@@ -172,7 +172,8 @@ class Supervisor:
         """Once the chain stops, ask the child to stop, the front one first; kill it if it does not."""
         await self._stopping.wait()
         if child is not self._chain.children[0]:
-            with trio.CancelScope(deadline=self._deadline - OTHERS_SECS):
+            left = min(OTHERS_SECS, self._chain.grace_secs / 4)
+            with trio.CancelScope(deadline=self._deadline - left):
                 await self._front_over.wait()
         process.terminate()
         await trio.sleep_until(self._deadline)

@@ -31,9 +31,15 @@ class Process:
     _open: int = 2
 
     @classmethod
-    def start(cls, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None) -> Process:
+    def start(
+        cls,
+        arguments: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        *,
+        module: str = "skippy.cli",
+    ) -> Process:
         popen = subprocess.Popen(
-            [sys.executable, "-m", "skippy.cli", *map(str, arguments)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,8 +95,10 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(arguments: Sequence[str | Path], env: Mapping[str, str] | None = None) -> Iterator[Process]:
-    process = Process.start(arguments, env)
+def running(
+    arguments: Sequence[str | Path], env: Mapping[str, str] | None = None, *, module: str = "skippy.cli"
+) -> Iterator[Process]:
+    process = Process.start(arguments, env, module=module)
     try:
         yield process
     finally:
