@@ -59,12 +59,14 @@ class FinishHint(enum.IntEnum):
 
 
 class FailureCode(enum.IntEnum):
-    """Whose fault a failed request is."""
+    """Whose fault it is that a request, or its lane, has failed."""
 
     FAILED = 1
     """The stage's or the engine's."""
     SETTINGS_REFUSED = 2
     """The client's: a sampling setting that the engine does not accept."""
+    LANE_LOST = 3
+    """A link's, or that of the stage behind it: nothing is wrong with the request."""
 
 
 @attrs.frozen(slots=True)

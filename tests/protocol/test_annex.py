@@ -193,7 +193,7 @@ def words(*values: int) -> bytes:
         (framed(words(1, 1, 7, 0, 0, 8)), "4 bytes too many in an annex"),
         (framed(words(2, 0)), "unknown finish hint 0"),
         (framed(words(2, 3)), "unknown finish hint 3"),
-        (framed(words(4, 0, 0, 3, 0)), "unknown failure code 3"),
+        (framed(words(4, 0, 0, 4, 0)), "unknown failure code 4"),
         (framed(words(4, 0, 0, 1, 4097)), "a reason of 4097 bytes; at most 4096"),
         (framed(words(4, 0, 0, 1, 1) + b"\xff"), "the reason is not UTF-8 at byte 0"),
         (framed(words(4, 0, 0, 1, 0) + b"x"), "1 bytes too many"),
