@@ -24,6 +24,8 @@ from .work import Work
 
 _REMEMBERED: Final = 64
 """Waves that left without all their rows, whose late rows need not wait again."""
+_REMEMBERED_SECS: Final = 2.0
+"""And for how long: a stage 0 that starts again counts its waves anew."""
 
 
 @attrs.define(slots=True)
@@ -113,7 +115,7 @@ class WaveQueue:
             arriving.rows.append(work)
             if len(arriving.rows) == wave.rows:
                 self._window.observe(now - arriving.first_at)
-            elif wave in self._incomplete:
+            elif self._is_late(wave, arriving):
                 # If only waves that came in time counted, a window that is too short would stay so.
                 self._window.observe(now - self._incomplete[wave])
         else:
@@ -209,9 +211,14 @@ class WaveQueue:
         return max(0.0, min(dues) - now) if dues else None
 
     def _due(self, wave: Wave, arriving: _Arriving) -> float:
-        if len(arriving.rows) >= wave.rows or wave in self._incomplete:
+        if len(arriving.rows) >= wave.rows or self._is_late(wave, arriving):
             return 0.0
         return arriving.first_at + self._window.seconds(self.step_secs)
+
+    def _is_late(self, wave: Wave, arriving: _Arriving) -> bool:
+        """Whether the rest of the wave has left already."""
+        left_from = self._incomplete.get(wave)
+        return left_from is not None and arriving.first_at - left_from < _REMEMBERED_SECS
 
     def _group_due(self, group: _Group) -> float:
         if not group.sent or group.last is None:
@@ -231,7 +238,9 @@ class WaveQueue:
                 if not arriving.rows:
                     del self._arriving[wave]
                 if arriving.rows or len(rows) < wave.rows:
-                    self._incomplete.setdefault(wave, arriving.first_at)
+                    if not self._is_late(wave, arriving):
+                        self._incomplete.pop(wave, None)
+                        self._incomplete[wave] = arriving.first_at
                     if len(self._incomplete) > _REMEMBERED:
                         self._incomplete.popitem(last=False)
                 return rows

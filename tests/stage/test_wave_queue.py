@@ -117,6 +117,18 @@ def test_a_row_that_never_comes_costs_one_window() -> None:
     assert sequences(queue.take_ready(2.0, MANY)) == [2]
 
 
+def test_a_stage_zero_that_starts_again_may_count_its_waves_alike() -> None:
+    """The wave that left without a row is another one's by then, whose rows wait for each other."""
+    queue, wave = WaveQueue(), Wave(1, 2)
+    queue.add(step_of(0, wave), 1.0)
+    assert sequences(queue.take_ready(1.1, MANY)) == [0]
+    queue.add(step_of(1, wave), 5.0)
+    assert queue.take_ready(5.0, MANY) == []
+    assert sequences(queue.take_ready(5.1, MANY)) == [1]
+    queue.add(step_of(2, wave), 5.2)  # and this one is late
+    assert sequences(queue.take_ready(5.2, MANY)) == [2]
+
+
 def test_rows_that_come_too_late_again_and_again_widen_the_window() -> None:
     queue = WaveQueue()
     for number in range(300):  # they are always together
