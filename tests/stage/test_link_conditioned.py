@@ -50,6 +50,15 @@ async def test_delays_overlap_and_bandwidth_adds_up(autojump_clock: trio.testing
             assert await arrivals(far, [1000] * 3) == [51, 71, 91]
 
 
+async def test_a_frame_that_takes_long_arrives_bit_by_bit(autojump_clock: trio.testing.MockClock) -> None:
+    """8 s at 1 Mbit/s: something comes each second, and the last of it when the frame is due."""
+    async with linked(WireConditions(delay_ms=50, mbps=1)) as (near, far):
+        assert near.send_nowait([bytes(600_000), b"\1" * 400_000]) == []
+        assert await arrivals(far, [125_000] * 8) == [1050 + 1000 * second for second in range(8)]
+        near.send_nowait([b"next"])
+        assert await arrivals(far, [4]) == [50.032]
+
+
 async def send_spaced(link: Link) -> None:
     for _ in range(3):
         await link.send([bytes(1000)])

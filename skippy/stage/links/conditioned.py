@@ -20,6 +20,8 @@ _MAX_SECS = 3600.0
 """Cap on each part of a frame's delay; a time too large for a number takes the cap too."""
 MAX_HELD_BYTES = 16 * 1024 * 1024
 """What may be on its way on one link; who sends more waits, as with a real network. One frame always fits."""
+PIECE_SECS = 1.0
+"""A frame that the wire takes longer for arrives bit by bit, as it does on a real one."""
 
 
 @attrs.define(slots=True)
@@ -44,13 +46,16 @@ class FrameTimes:
         propagation = _seconds(conditions.delay_ms)
         if conditions.jitter_ms:
             propagation += _seconds(-conditions.jitter_ms * math.log(1.0 - self._draw(number, "jitter")))
-        wire = 0.0
-        if conditions.mbps is not None:
-            wire = min(size / (conditions.mbps * 125_000), _MAX_SECS)
+        wire = self.wire_secs(size)
         if conditions.stall_probability and self._draw(number, "stall") < conditions.stall_probability:
             wire += _seconds(conditions.stall_ms)
         self._last = max(now + propagation, self._last) + wire
         return self._last
+
+    def wire_secs(self, size: int) -> float:
+        """How long the wire itself takes for ``size`` bytes."""
+        mbps = self.conditions.mbps
+        return 0.0 if mbps is None else min(size / (mbps * 125_000), _MAX_SECS)
 
     def _draw(self, number: int, what: str) -> float:
         """Uniform in [0, 1)."""
@@ -71,7 +76,7 @@ class ConditionedLink(Link):
     def __init__(self, inner: Link, conditions: WireConditions, stream: int) -> None:
         self._inner = inner
         self._times = FrameTimes(conditions, stream)
-        self._frames: deque[tuple[float, bytes]] = deque()
+        self._pieces: deque[tuple[float, bytes]] = deque()
         self._held = 0
         self._changed = trio.lowlevel.ParkingLot()
         self._failure: str | None = None
@@ -99,7 +104,11 @@ class ConditionedLink(Link):
             return views
         if size:
             self._held += size
-            self._frames.append((self._times.arrival(trio.current_time(), size), b"".join(views)))
+            due, wire = self._times.arrival(trio.current_time(), size), self._times.wire_secs(size)
+            data, pieces = b"".join(views), max(1, math.ceil(wire / PIECE_SECS))
+            for index in range(pieces):
+                piece = data[size * index // pieces : size * (index + 1) // pieces]
+                self._pieces.append((due - wire * (pieces - 1 - index) / pieces, piece))
             self._changed.unpark_all()
         return []
 
@@ -110,14 +119,14 @@ class ConditionedLink(Link):
         """Deliver until the link takes nothing more; what it brings can still be received then."""
         try:
             while self._failure is None:
-                if not self._frames:
+                if not self._pieces:
                     await self._changed.park()
                     continue
-                due, data = self._frames[0]
+                due, data = self._pieces[0]
                 await trio.sleep_until(due)
                 await self._inner.send([data])
                 if self._failure is None:
-                    self._frames.popleft()
+                    self._pieces.popleft()
                     self._held -= len(data)
                     self._changed.unpark_all()
         except LinkClosed as exc:
@@ -132,7 +141,7 @@ class ConditionedLink(Link):
 
     def _end(self, reason: str) -> None:
         self._failure = self._failure or reason
-        self._frames.clear()
+        self._pieces.clear()
         self._changed.unpark_all()
 
 
