@@ -5,7 +5,7 @@ How long that may take is for :mod:`skippy.stage.liveness` to say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +22,8 @@ be silent for as long as it likes, but not inside a frame."""
 ACCEPT_SECS = 300.0
 """How long a peer may take to accept a frame, which waits there for the frames before it and for memory."""
 
+
+PART_BYTES = 8 * 1024 * 1024
 
 AT_ONCE_BYTES = 64 * 1024
 """The rest of a frame up to this size is taken without giving others a turn, where it is here already: it is
@@ -56,12 +58,25 @@ async def receive_message(
 async def send_frame(link: Link, buffers: Sequence[Buffer], seconds: float) -> None:
     """Send a whole frame. Raises LinkClosed, also for a peer that has not taken it after ``seconds``.
 
+    A frame above PART_BYTES has as long for each part of that size: a slow link must only get on.
     A cancelled or failed call may leave half a frame behind: the link is then of no further use.
     """
-    with trio.move_on_after(seconds):
-        await link.send(buffers)
+    for part in _parts(buffers):
+        with trio.move_on_after(seconds) as scope:
+            await link.send(part)
+        if scope.cancelled_caught:
+            raise LinkClosed(f"{link.peer} did not take a frame within {seconds:g} s")
+
+
+def _parts(buffers: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
+    """The bytes of a frame in order, at most PART_BYTES at once."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    if sum(view.nbytes for view in views) <= PART_BYTES:
+        yield buffers
         return
-    raise LinkClosed(f"{link.peer} did not take a frame within {seconds:g} s")
+    for view in views:
+        for start in range(0, view.nbytes, PART_BYTES):
+            yield [view[start : start + PART_BYTES]]
 
 
 async def receive_reply(link: Link, decoder: ReplyDecoder) -> Reply | None:
