@@ -115,7 +115,7 @@ def _scenario(seed: int, replay: bool) -> Scenario:
         model=ToyModel(layers=len(splits), context_length=64, end_at=None),
         conditions=PERFECT,
         cost=StepCost(0.002),
-        options=StageOptions(),
+        options=StageOptions(peer_timeout_secs=PEER_TIMEOUT_SECS),
         openai=OpenAIOptions(prefill_chunk_policy="fixed", prefill_chunk_size=6, replay_on_stage_loss=replay),
         batch_max_tokens=None,
         asked=(),

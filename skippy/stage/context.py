@@ -116,6 +116,7 @@ class StageContext:
             allow_plain=self.options.allow_plain_generation_8,
             retry=watch is not None,
             watch=watch,
+            answer_secs=self.options.peer_timeout_secs,
         )
 
     @property

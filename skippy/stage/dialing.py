@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import math
+
 import trio
 
 from skippy.config import Endpoint
@@ -15,6 +18,8 @@ log = get_logger("skippy.stage")
 
 ATTEMPT_SECS = 2.0
 """Longest one attempt to connect may take."""
+ANSWER_SECS = 20.0
+"""Longest a stage that is ready may take to answer a request for admission, unless said otherwise."""
 RETRY_PAUSE_SECS = 0.1
 MAX_RETRY_PAUSE_SECS = 1.0
 
@@ -76,6 +81,7 @@ async def dial_admitted(
     allow_plain: bool = False,
     retry: bool = True,
     watch: DialWatch | None = None,
+    answer_secs: float = ANSWER_SECS,
 ) -> Admitted:
     """A connection to the stage at ``endpoint`` that has said it is ready and admitted this stage.
 
@@ -88,6 +94,7 @@ async def dial_admitted(
         allow_plain: dial again, without a request, where the peer ends the connection instead of answering
             it, as one that only knows the ready word does.
         watch: is told how the dial goes.
+        answer_secs: a stage that is ready answers within this, or is dialled anew.
 
     Raises:
         DownstreamUnavailable: the deadline passed; names the endpoint and the last reason.
@@ -107,7 +114,7 @@ async def dial_admitted(
                     "asks for a link token, or speaks TLS or WebSocket"
                 )
                 watch.waits(endpoint, reason)
-                extensions = await _become_ready(link, token, asked)
+                extensions = await _become_ready(link, token, asked, answer_secs)
                 watch.succeeded()
                 return link, extensions
             except _Refused as exc:
@@ -135,9 +142,22 @@ async def dial_admitted(
 
 
 async def _become_ready(
-    link: Link, token: bytes | None, request: AdmissionRequest | None
+    link: Link, token: bytes | None, request: AdmissionRequest | None, answer_secs: float
 ) -> tuple[str, ...] | None:
     """The dialer's half of the handshake; closes the link if it fails. Returns as :func:`dial_admitted`."""
+    patience = trio.CancelScope()
+    with patience:
+        return await _shake_hands(link, token, request, answer_secs, patience)
+    raise OSError(errno.ETIMEDOUT, f"it was ready, and then silent for {answer_secs:g} s")
+
+
+async def _shake_hands(
+    link: Link,
+    token: bytes | None,
+    request: AdmissionRequest | None,
+    answer_secs: float,
+    patience: trio.CancelScope,
+) -> tuple[str, ...] | None:
     handshake = DialerHandshake(token, request)
     try:
         await link.handshake()
@@ -149,6 +169,8 @@ async def _become_ready(
             if count == 0:
                 raise LinkClosed("it closed the connection before it was ready")
             handshake.receive_data(buffer[:count])
+            if handshake.awaits_admission and patience.deadline == math.inf:
+                patience.deadline = trio.current_time() + answer_secs
             await link.send([handshake.data_to_send()])
         return None if request is None else handshake.extensions
     except BaseException as exc:

@@ -151,7 +151,7 @@ class Downstream:
         decoder = (AnnexedReplyDecoder if self.annexed else ReplyDecoder)(heartbeats=agreed)
         watch = self._context.liveness.watch
         try:
-            with watch(self._link, decoder, self._writer, agreed=agreed, expected=True):
+            with watch(self._link, decoder, self._writer, agreed=agreed):
                 await self._read_acks(decoder)
         except LinkClosed as exc:
             raise LaneLost(str(exc)) from exc

@@ -11,6 +11,7 @@ What is agreed and sent: ``docs/protocol.md``, section "Liveness".
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -23,8 +24,12 @@ from .links import Link, LinkClosed
 from .memory import FrameMemory
 from .writer import LinkWriter
 
-TICK_SECS: Final = 0.25
-"""How often the counts are looked at: by so much later than its timeout may a peer be given up."""
+TICK_SECS: Final = 0.4
+"""How often the counts are looked at, at least: by so much later than its timeout may a peer be given up."""
+LEAST_TICKS: Final = 8
+"""And how often per timeout."""
+_SLACK_SECS: Final = 0.001
+"""Ticks are sums of floats."""
 IDLE_SECS: Final = 600.0
 """How long a live request may bring no frame: longer than any reply of the chain may take. It holds a
 sequence, which others wait for; between requests a lane may be silent for as long as it likes."""
@@ -46,7 +51,6 @@ class Pulse:
         "_agreed",
         "_bytes",
         "_decoder",
-        "_expected",
         "_frames",
         "_heard_at",
         "_inside",
@@ -71,14 +75,12 @@ class Pulse:
         memory: FrameMemory | None,
         *,
         agreed: bool,
-        expected: bool,
     ) -> None:
         self._peer = link.peer
         self._decoder = decoder
         self._writer = writer
         self._memory = memory
         self._agreed = agreed
-        self._expected = expected
         self.reading = True
         self.live = self.moved = False
         self.scope = trio.CancelScope()
@@ -94,21 +96,19 @@ class Pulse:
         self._heard_at += secs
         self._moved_at += secs
 
-    def tick(self, now: float, timeout_secs: float, heartbeat: bytes) -> None:
+    def tick(self, now: float, ours: Liveness) -> None:
         """Give the peer up if it is too late, else see to it that it hears of us."""
         self._listen(now)
-        if self._agreed and self._decoder.bytes_received:
-            self._expected = True
-        silent = now - self._heard_at
-        if self._agreed and self._expected and silent >= timeout_secs:
+        silent, timeout_secs = now - self._heard_at + _SLACK_SECS, ours.timeout_secs
+        if self._agreed and silent >= timeout_secs:
             late = "got on with a frame too slowly, or not at all," if self._inside else "sent nothing"
             self._give_up(f"{late} for {timeout_secs:g} s (--peer-timeout-secs)")
         elif not self._agreed and self._inside and silent >= FRAME_SECS:
             self._give_up(f"did not finish a frame within {FRAME_SECS:g} s")
         elif self.live and now - self._moved_at >= IDLE_SECS:
             self._give_up(f"sent nothing for {IDLE_SECS:g} s while a request was live")
-        elif self._agreed and self._expected:
-            self._speak(now, timeout_secs, heartbeat)
+        elif self._agreed:
+            self._speak(now, ours)
 
     def _listen(self, now: float) -> None:
         decoder = self._decoder
@@ -124,16 +124,15 @@ class Pulse:
             self.moved = False
             self._moved_at = now
 
-    def _speak(self, now: float, timeout_secs: float, heartbeat: bytes) -> None:
+    def _speak(self, now: float, ours: Liveness) -> None:
         if self._writer.sent != self._sent:
             self._sent = self._writer.sent
-            self._said_at = max(self._said_at, now - TICK_SECS)  # or up to a tick later
+            self._said_at = max(self._said_at, now - ours.tick_secs)  # or up to a tick later
         theirs = self._decoder.peer_timeout_ms
-        if theirs is not None:
-            timeout_secs = min(timeout_secs, theirs / 1000)
-        if now - self._said_at >= timeout_secs / 3 - TICK_SECS:
+        timeout_secs = ours.timeout_secs if theirs is None else min(ours.timeout_secs, theirs / 1000)
+        if now - self._said_at >= timeout_secs / 3 - ours.tick_secs:
             with contextlib.suppress(LinkClosed):  # whoever reads hears of it, too
-                if self._writer.beat(heartbeat):
+                if self._writer.beat(ours.heartbeat):
                     self._said_at = now
 
     def _give_up(self, reason: str) -> None:
@@ -146,11 +145,16 @@ class Liveness:
 
     Args:
         timeout_secs: after how much silence a peer that agreed to heartbeats is given up.
+
+    Attributes:
+        tick_secs: how often the counts are looked at.
+        heartbeat: what this stage sends.
     """
 
     def __init__(self, timeout_secs: float) -> None:
         self.timeout_secs = timeout_secs
-        self._heartbeat = encode_heartbeat(round(timeout_secs * 1000))
+        self.tick_secs = timeout_secs / max(LEAST_TICKS, math.ceil(timeout_secs / TICK_SECS))
+        self.heartbeat = encode_heartbeat(round(timeout_secs * 1000))
         self._pulses: dict[Pulse, None] = {}
         self._wanted = trio.lowlevel.ParkingLot()
 
@@ -163,7 +167,6 @@ class Liveness:
         memory: FrameMemory | None = None,
         *,
         agreed: bool,
-        expected: bool,
     ) -> Iterator[Pulse]:
         """Watch the connection that is read inside the block.
 
@@ -171,13 +174,12 @@ class Liveness:
             writer: its sender, which is running.
             memory: what its reader may have to wait for.
             agreed: heartbeats were, on this connection; else only a frame that has begun must end.
-            expected: the peer is to be heard of from now on, not only once it has begun.
 
         Raises:
             LinkClosed: the peer was too late with something; names the peer, and what it was too late with.
                 The block was cancelled then.
         """
-        pulse = Pulse(link, decoder, writer, memory, agreed=agreed, expected=expected)
+        pulse = Pulse(link, decoder, writer, memory, agreed=agreed)
         self._pulses[pulse] = None
         self._wanted.unpark()
         try:
@@ -193,10 +195,10 @@ class Liveness:
         while True:
             if not self._pulses:
                 await self._wanted.park()
-            due = trio.current_time() + TICK_SECS
+            due = trio.current_time() + self.tick_secs
             await trio.sleep_until(due)
             now = trio.current_time()
             for pulse in tuple(self._pulses):
-                if now - due > TICK_SECS:
+                if now - due > self.tick_secs:
                     pulse.forgive(now - due)
-                pulse.tick(now, self.timeout_secs, self._heartbeat)
+                pulse.tick(now, self)

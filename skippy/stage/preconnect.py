@@ -6,9 +6,14 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from skippy.protocol import LIVENESS_EXTENSION, ProtocolError, ReplyDecoder
+
 from .dialing import Admitted
 from .errors import StageError
+from .framing import receive_reply
 from .links import LinkClosed
+from .liveness import Liveness
+from .writer import LinkWriter
 
 RETRY_SECS = 0.5
 """Pause after a spare could not be made, or has died."""
@@ -26,14 +31,21 @@ class _Spare:
         self.alive = False
         self.released = trio.Event()
 
-    async def watch(self) -> None:
-        """Return when it is taken, or has ended; nothing may arrive on it before something was asked."""
-        link, _ = self.admitted
+    async def watch(self, liveness: Liveness) -> None:
+        """Return when it is taken, or has ended; only heartbeats may arrive before something was asked."""
+        link, extensions = self.admitted
+        agreed = LIVENESS_EXTENSION in (extensions or ())
+        decoder, writer = ReplyDecoder(heartbeats=agreed), LinkWriter(link)
         try:
             with self.scope:
-                await link.receive_into(memoryview(bytearray(1)))
-            self.alive = self.scope.cancelled_caught
-        except LinkClosed:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(writer.run)
+                    with liveness.watch(link, decoder, writer, agreed=agreed):
+                        await receive_reply(link, decoder)
+                    nursery.cancel_scope.cancel()
+            # Half a heartbeat, in either direction, would have to be known to who goes on with it.
+            self.alive = self.scope.cancelled_caught and decoder.at_boundary and writer.idle
+        except* (LinkClosed, ProtocolError):
             pass
         finally:
             self.released.set()
@@ -52,7 +64,7 @@ class WarmSlot:
     def __init__(self) -> None:
         self._spare: _Spare | None = None
 
-    async def serve(self, dial: Callable[[], Awaitable[Admitted]]) -> None:
+    async def serve(self, dial: Callable[[], Awaitable[Admitted]], liveness: Liveness) -> None:
         """Make a spare, and another one as soon as it is taken or has ended, until cancelled."""
         while True:
             try:
@@ -61,7 +73,7 @@ class WarmSlot:
                 await trio.sleep(RETRY_SECS)  # the lanes, which dial too, say why
                 continue
             try:
-                await spare.watch()
+                await spare.watch(liveness)
             finally:
                 self._spare = None
             if not spare.taken:

@@ -195,7 +195,7 @@ class ReturnStream:
         """Stage 0 sends nothing but heartbeats on this stream: anything else is its end."""
         agreed = self._heartbeats
         decoder = ReplyDecoder(heartbeats=agreed)
-        with self._liveness.watch(self._link, decoder, self._writer, agreed=agreed, expected=True):
+        with self._liveness.watch(self._link, decoder, self._writer, agreed=agreed):
             if await receive_reply(self._link, decoder) is not None:
                 raise RemoteProtocolError(f"{self._link.peer} sent data on the prediction return stream")
         raise LinkClosed(f"{self._link.peer} closed the prediction return stream")

@@ -117,7 +117,7 @@ async def open_stage(
                     services.start_soon(context.liveness.run)
                     services.start_soon(serve_listener, context, listener)
                     if options.warm_preconnect and context.downstream is not None:
-                        services.start_soon(context.warm.serve, context.dial_downstream)
+                        services.start_soon(context.warm.serve, context.dial_downstream, context.liveness)
 
         nursery.start_soon(serve)
         try:

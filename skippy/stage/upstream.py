@@ -27,7 +27,7 @@ from skippy.protocol import (
 from skippy.telemetry import Level, names
 
 from .context import HANDSHAKE_SECS, LAST_WORDS_SECS, StageContext, log
-from .errors import DownstreamRefused, LaneLost, RequestFailed, StageError
+from .errors import DownstreamRefused, LaneLost, StageError
 from .framing import FRAME_SECS, receive_message
 from .lane import Lane
 from .links import Link, LinkClosed
@@ -74,8 +74,8 @@ async def serve_connection(
 
 
 async def _tell_why(link: Link, replies: _ReplyChannel, group: BaseException) -> None:
-    """Send the reason of a failed request ahead of the end, where the annex was agreed."""
-    failure = next((exc for exc in leaves(group) if isinstance(exc, RequestFailed)), None)
+    """Send why the request, or the lane, has failed ahead of the end, where the annex was agreed."""
+    failure = next((exc for exc in leaves(group) if isinstance(exc, StageError)), None)
     if failure is None or not replies.annexed or not replies.writer.idle:
         return
     await _say_last(link, encode_reason(replies.request_id, failure))
@@ -146,7 +146,7 @@ async def _serve(
         )
         if handshake.request is not None:
             on_admitted()
-        with watch(decoder, memory=memory, expected=False) as pulse:
+        with watch(decoder, memory=memory) as pulse:
             # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
             with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
                 first = await receive_message(link, decoder, memory)
@@ -169,7 +169,7 @@ async def _serve(
                 link,
                 decoder,
                 first,
-                functools.partial(watch, expected=True),
+                watch,
                 annexed=replies.annexed,
                 heartbeats=heartbeats,
                 plain=handshake.request is None,

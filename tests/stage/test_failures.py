@@ -17,6 +17,7 @@ from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest, InvalidSampling
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import (
+    READY_WORD,
     DialerHandshake,
     Message,
     MessageDecoder,
@@ -46,6 +47,7 @@ from tests.stage.test_chain import (
 from tests.support.admission import admit_peer, engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config
 from tests.support.dialing import dial_stage
+from tests.support.scripted import scripted_peer
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
 
@@ -398,3 +400,24 @@ async def read_to_end(link: Link) -> bytes:
         if count == 0:
             return data
         data += buffer[:count]
+
+
+async def test_a_stage_that_is_ready_and_answers_nothing_is_dialled_anew(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It need not be waited for as one that loads is: whoever is ready has nothing else to do."""
+    async with (
+        scripted_peer(StageOptions(peer_timeout_secs=3), inline=True) as peer,
+        trio.open_nursery() as nursery,
+    ):
+        pool = LanePool(peer.stage, 1)
+        nursery.start_soon(pool.serve)
+        link = await peer.listener.accept()
+        await trio.sleep(20)  # it may load for as long as it likes
+        await link.send([READY_WORD])
+        began = trio.current_time()
+        with trio.fail_after(10):
+            await peer.accept()
+            await pool.wait_ready()
+        assert trio.current_time() - began == pytest.approx(3, abs=0.2)
+        nursery.cancel_scope.cancel()

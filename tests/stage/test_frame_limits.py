@@ -54,7 +54,7 @@ class Connection:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(liveness.run)
             with liveness.watch(
-                self.link, self.decoder, LinkWriter(self.link), self.memory, agreed=heartbeats, expected=False
+                self.link, self.decoder, LinkWriter(self.link), self.memory, agreed=heartbeats
             ):
                 message = await receive_message(self.link, self.decoder, self.memory)
             nursery.cancel_scope.cancel()

@@ -28,13 +28,11 @@ class Watched:
         self,
         *,
         agreed: bool = True,
-        expected: bool = True,
         live: bool = False,
         budget: FrameBudget | None = None,
     ) -> None:
         ours, self.peer = trio.testing.memory_stream_pair()
         self.agreed = agreed
-        self.expected = expected
         self.live = live
         self.link = MemoryLink(ours, "peer")
         self.liveness = Liveness(TIMEOUT)
@@ -57,7 +55,6 @@ class Watched:
                     self.writer,
                     self.memory,
                     agreed=self.agreed,
-                    expected=self.expected,
                 ) as pulse:
                     pulse.live = self.live
                     while (
@@ -102,21 +99,6 @@ async def test_heartbeats_keep_an_idle_peer_and_are_no_messages(
         await trio.sleep(TIMEOUT - 1)
     assert not watched.ended
     assert watched.messages == 0
-
-
-async def test_who_has_not_begun_is_not_expected_and_hears_nothing(
-    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
-) -> None:
-    watched = Watched(expected=False)
-    nursery.start_soon(watched.run)
-    await trio.sleep(100 * TIMEOUT)
-    assert not watched.ended
-    assert await watched.heard() == b""
-    await watched.peer.send_all(BEAT)
-    await trio.sleep(2 * TICK_SECS)
-    assert await watched.heard() == BEAT
-    await trio.sleep(TIMEOUT)
-    assert watched.ended
 
 
 async def test_an_idle_link_hears_of_us_three_times_per_timeout_of_the_less_patient_side(
@@ -208,9 +190,9 @@ async def test_who_cannot_be_read_for_want_of_memory_is_not_late(
     await trio.sleep(20 * TIMEOUT)
     assert not watched.ended
     budget.give_back(40_000)
-    await trio.sleep(TIMEOUT - 0.1)  # from now on the rest of the frame is due
+    await trio.sleep(TIMEOUT - 1)  # from now on the rest of the frame is due
     assert not watched.ended
-    await trio.sleep(1)
+    await trio.sleep(2)
     assert "got on with a frame too slowly" in watched.ended
 
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Sequence
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -14,21 +15,31 @@ from skippy.config import StageOptions
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
 from skippy.frontend.driver import ChainGenerator
+from skippy.frontend.generation import ChainUnavailable
 from skippy.frontend.lanes import LanePool
-from skippy.protocol import MessageKind
+from skippy.protocol import (
+    ANNEX_EXTENSION,
+    AnnexedReplyDecoder,
+    FailureCode,
+    MessageKind,
+    RequestFailure,
+)
+from skippy.stage.dialing import dial_admitted
 from skippy.stage.links import LinkClosed
 from skippy.stage.liveness import TICK_SECS
-from tests.stage.test_chain import PROMPT, generate, unsplit_tokens, wait_for_sequences
+from tests.stage.test_chain import PROMPT, exhaust, generate, unsplit_tokens, wait_for_sequences
 from tests.stage.test_chain_over_links import REQUEST
-from tests.support.cluster import Cluster, fixed_chunks, toy_cluster
+from tests.support.admission import lane_request
+from tests.support.cluster import NO_REPLAY, Cluster, fixed_chunks, toy_cluster
 from tests.support.driver import Driver, dial_driver
-from tests.support.wires import Wire, WireTransport
+from tests.support.wires import BYTE_SECS, Wire, WireTransport
 
 TIMEOUT = 5.0
 OPTIONS = StageOptions(peer_timeout_secs=TIMEOUT)
 DEADLINE = TIMEOUT + 1
 AT_ONCE = ["reset", "half-close", "garbage up", "garbage down"]
 FAULTS = ["stall", "mute", "deaf", "slow up", "slow down", *AT_ONCE]
+CHUNKS = {"prefill_chunk_policy": "fixed", "prefill_chunk_size": 7}
 PLACES = ["0-1", "1-2", "returns"]
 
 
@@ -92,7 +103,8 @@ async def test_a_fault_in_the_middle_of_an_answer(
                 else:
                     await victim.send(MessageKind.DECODE_EMBD, len(PROMPT) + 1, [expected[1]], decode_step=2)
             await wait_lost(victim)
-            assert trio.current_time() - began <= DEADLINE
+            first_byte = BYTE_SECS if fault.startswith("slow") else 0
+            assert trio.current_time() - began <= DEADLINE + first_byte
         tokens += await steps(bystander, 2, tokens[-1], 2)
         await trio.sleep(10 * TIMEOUT)
         assert chain.cluster.free_sequences == [3, 3, 3]
@@ -100,6 +112,34 @@ async def test_a_fault_in_the_middle_of_an_answer(
         assert tokens == expected
         async with chain.driver() as (other, _):
             assert await steps(other, 6) == expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_client_hears_that_a_stage_was_lost(
+    autojump_clock: trio.testing.MockClock, fault: str, place: str, tokens: int
+) -> None:
+    """ChainUnavailable is status 503 before the first token, and afterwards an error in the stream."""
+    if fault in ("mute", "slow up", "garbage up") and (tokens or place == "returns"):
+        return  # nothing comes up there that the request waits for
+    async with open_chain() as chain, trio.open_nursery() as nursery:
+        pool = LanePool(chain.cluster.first, 1)
+        nursery.start_soon(pool.serve)
+        await pool.wait_ready()
+        generator = ChainGenerator(chain.cluster.first, pool, "toy", attrs.evolve(NO_REPLAY, **CHUNKS))
+        assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)  # opens the return stream
+        async with generator.generate(REQUEST) as stream:
+            for _ in range(tokens):
+                await stream.__anext__()
+            chain.transport.wires[(1, 2, 0)[PLACES.index(place)]][-1].break_it(fault)
+            began = trio.current_time()
+            with pytest.raises(ChainUnavailable, match="a stage of the chain was lost"):
+                await exhaust(stream)
+            assert trio.current_time() - began <= DEADLINE
+        assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
+        await wait_for_sequences(chain.cluster)
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("place", PLACES[:2])
@@ -140,6 +180,31 @@ async def test_nothing_is_lost_while_nothing_is_wrong(autojump_clock: trio.testi
             assert tokens == unsplit_tokens(PROMPT, 5)
             assert [len(chain.transport.wires[target]) for target in range(3)] == [4, 3, 3]
             nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("place", "peer"), [("0-1", 20_001), ("1-2", 20_002)])
+async def test_the_reason_names_the_link_that_was_lost(
+    autojump_clock: trio.testing.MockClock, place: str, peer: int
+) -> None:
+    """Whichever link it was, whoever asked stage 0 hears of it."""
+    async with open_chain() as chain:
+        first = chain.cluster.first
+        link, _ = await dial_admitted(
+            chain.transport,
+            first.endpoint,
+            token=None,
+            source_host=None,
+            timeout_secs=5,
+            request=attrs.evolve(lane_request(first), extensions=(ANNEX_EXTENSION,)),
+        )
+        decoder = AnnexedReplyDecoder()
+        driver = Driver(link, first, replies=decoder)
+        await driver.start(PROMPT)
+        chain.transport.wires[peer - 20_000][-1].break_it("stall")
+        assert await driver.ended()
+        assert trio.current_time() <= DEADLINE
+        reason = f"127.0.0.1:{peer} sent nothing for 5 s (--peer-timeout-secs)"
+        assert decoder.failure == RequestFailure(3, FailureCode.LANE_LOST, reason)
 
 
 class GatedEngine(ToyEngine):

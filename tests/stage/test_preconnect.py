@@ -17,6 +17,7 @@ from skippy.frontend.lanes import LanePool
 from skippy.stage import DownstreamUnavailable
 from skippy.stage.dialing import Admitted
 from skippy.stage.links import Link, LinkClosed, MemoryTransport
+from skippy.stage.liveness import Liveness
 from skippy.stage.preconnect import RETRY_SECS, WarmSlot
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_chain_over_links import BACKENDS, chain, make_backend
@@ -53,7 +54,7 @@ async def warm_slot(dialled: Dialled) -> AsyncIterator[WarmSlot]:
     slot = WarmSlot()
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(slot.serve, dialled.dial)
+            nursery.start_soon(slot.serve, dialled.dial, Liveness(10))
             await trio.testing.wait_all_tasks_blocked()
             yield slot
             nursery.cancel_scope.cancel()
