@@ -130,6 +130,11 @@ class LanePool:
         return len(self._idle)
 
     @property
+    def owed_by_idle(self) -> int:
+        """How many of those still owe something, which none of them may."""
+        return sum(pooled.lane.owes for pooled in self._idle)
+
+    @property
     def last_error(self) -> str | None:
         """Why no lane is connected; None while one is, or before the first attempt has come to anything."""
         watch = self._stage.context.downstream_watch

@@ -81,11 +81,6 @@ class SimCluster:
             ),
         )
 
-    @property
-    def sequences(self) -> int:
-        """Native sequences of each stage."""
-        return self._scenario.lanes + self._scenario.drivers
-
     async def serve(self) -> None:
         """Keep every stage up until cancelled; one that was killed comes back after its time."""
         async with trio.open_nursery() as nursery:
@@ -145,7 +140,7 @@ class SimCluster:
                 cost=scenario.cost,
                 width=scenario.model.width,
                 context_length=scenario.model.context_length,
-                max_sequences=self.sequences,
+                max_sequences=self._scenario.sequences,
                 max_batch=64,
                 end_at=scenario.model.end_at,
             )
@@ -207,7 +202,7 @@ class SimCluster:
             model_path="none.gguf",
             bind_addr=placed.endpoint,
             ctx_size=self._scenario.model.context_length,
-            lane_count=self.sequences,
+            lane_count=self._scenario.sequences,
             batch_max_tokens=self._scenario.batch_max_tokens,
             upstream=peer(index - 1),
             downstream=peer(index + 1),

@@ -24,6 +24,8 @@ def check_always(cluster: SimCluster) -> None:
         if used < 0:
             raise Violation(f"{party(index)} has given back {-used} bytes of frames that it did not take")
     if cluster.front is not None:
+        if cluster.front.pool.owed_by_idle:
+            raise Violation("a lane is idle that still owes a reply")
         gate = cluster.front.generator.gate
         if not 0 <= gate.reserved_tokens <= gate.kv_tokens:
             raise Violation(f"{gate.reserved_tokens} cache positions of {gate.kv_tokens} are reserved")
@@ -43,8 +45,8 @@ def check_idle(scenario: Scenario, cluster: SimCluster, network: SimNetwork) -> 
         assert running is not None
         name, context = party(index), running.stage.context
         free = context.scheduler.free_sequences
-        require(free == cluster.sequences, f"{name} has {free} of {cluster.sequences} sequences free")
-        held = [running.engine.length(number) for number in range(cluster.sequences)]
+        require(free == scenario.sequences, f"{name} has {free} of {scenario.sequences} sequences free")
+        held = [running.engine.length(number) for number in range(scenario.sequences)]
         require(not any(held), f"{name} keeps rows for nobody, by sequence: {held}")
         require(context.frame_budget.used == 0, f"{name} holds {context.frame_budget.used} bytes of frames")
         require(running.runtime.idle, f"{name} has work for its engine that nobody waits for")

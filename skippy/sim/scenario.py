@@ -75,12 +75,14 @@ class Scenario:
         splits: layers of each stage.
         lanes: requests at once.
         drivers: peers that speak the protocol to stage 0 by themselves, beside the front end.
+        sequences: native sequences of each stage; where there are fewer than lanes and drivers, these wait.
     """
 
     seed: int
     splits: tuple[int, ...]
     lanes: int
     drivers: int
+    sequences: int
     model: ToyModel
     conditions: Conditions
     cost: StepCost
@@ -128,12 +130,14 @@ def draw(
     asked = [
         _ask(chance, model) for _ in range(requests if requests is not None else chance.randint(1, 3 * lanes))
     ]
+    drivers = chance.choice([0, 0, 1])
     drawn = _Faults(chance, count, lanes, faults)
     return Scenario(
         seed=seed,
         splits=splits,
         lanes=lanes,
-        drivers=chance.choice([0, 0, 1]),
+        drivers=drivers,
+        sequences=lanes + (drivers if chance.random() < 0.5 else 0),
         model=model,
         conditions=_weather(chance, "weather" in faults),
         cost=chance.choice(

@@ -195,6 +195,11 @@ class Lane:
         for scope in self._scopes:
             scope.cancel()
 
+    @property
+    def owes(self) -> bool:
+        """Whether an acknowledgement or a prediction is still to come: then it is nobody else's yet."""
+        return self._execution.owes
+
     def check_alive(self) -> None:
         """Raise ``failure`` if there is one: after any wait there may be, whatever was waited for."""
         if self.failure is not None:

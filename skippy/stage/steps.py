@@ -99,6 +99,11 @@ class Steps:
         self._owed.clear()
         self.predictions.fail(failure)
 
+    @property
+    def owes(self) -> bool:
+        """Whether an acknowledgement or a prediction is still to come."""
+        return bool(self._owed) or any(True for _ in self.predictions.places)
+
     def settle(self) -> bool:
         """Settle what :meth:`start_decode` gave the engine; False while the engine is at it. Never waits."""
         return self._started is None or self._started.settle()
