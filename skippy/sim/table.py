@@ -112,6 +112,7 @@ def _scenario(seed: int, replay: bool) -> Scenario:
         splits=splits,
         lanes=2,
         drivers=0,
+        sequences=2,
         model=ToyModel(layers=len(splits), context_length=64, end_at=None),
         conditions=PERFECT,
         cost=StepCost(0.002),
