@@ -47,6 +47,8 @@ class DemoOptions:
     lane_count: int = 4
     threads: int | None = None
     peer_timeout_secs: float = 10.0
+    replay_on_stage_loss: bool = True
+    replay_timeout_secs: float = 60.0
     telemetry_level: str = "off"
     grace_secs: float = DEFAULT_GRACE_SECS
 
@@ -145,6 +147,10 @@ def _describe(
             downstream_connect_timeout_secs=START_TIMEOUT_SECONDS,
             telemetry_level=options.telemetry_level,  # type: ignore[arg-type]  # click.Choice has checked it
         ),
-        openai=OpenAIOptions(bind_addr=str(endpoint_of(openai_listener))),
+        openai=OpenAIOptions(
+            bind_addr=str(endpoint_of(openai_listener)),
+            replay_on_stage_loss=options.replay_on_stage_loss,
+            replay_timeout_secs=options.replay_timeout_secs,
+        ),
         grace_secs=options.grace_secs,
     )

@@ -12,7 +12,6 @@ import trio
 from click.core import ParameterSource
 
 from skippy import __version__
-from skippy.config import OpenAIOptions
 from skippy.telemetry import configure_logging
 
 from . import flags
@@ -22,7 +21,7 @@ from .launch import Chain
 from .obituary import UNRETURNED
 from .progress import SliceProgress
 from .restarts import DEFAULT_MAX_RESTARTS, RestartPolicy
-from .serve import serve_on_terminal
+from .serve import openai_if_asked, serve_on_terminal
 from .sockets import url_host
 from .stopping import end_process, stop_signals
 from .supervise import Supervisor
@@ -88,6 +87,7 @@ DEMO_ONLY = (
 )
 @flags.connect_timeout_option
 @flags.peer_timeout_option
+@flags.replay_options
 @flags.link_security_options
 @flags.grace_option
 @click.option("--telemetry-level", type=click.Choice(["off", "summary", "debug"]), help="How much is logged.")
@@ -121,9 +121,7 @@ def run_stage(
 ) -> None:
     """Be the stage that ``config_path`` describes."""
     config, topology = flags.read_stage(config_path, topology_path)
-    openai = None
-    if openai_bind_addr is not None:
-        openai = flags.check_openai(config, OpenAIOptions(bind_addr=openai_bind_addr))
+    openai = openai_if_asked(config, openai_bind_addr, link)
     options = flags.stage_options(telemetry_level=telemetry_level or "summary", **link)
     serve_on_terminal(config, topology, options, openai, grace_secs)
 

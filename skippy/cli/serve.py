@@ -65,6 +65,17 @@ def refuse_idle_flags(openai: OpenAIOptions) -> None:
             raise click.UsageError(f"{flag} needs --openai-bind-addr")
 
 
+def openai_if_asked(
+    config: StageConfig, bind_addr: str | None, values: dict[str, Any]
+) -> OpenAIOptions | None:
+    """The endpoint of a stage with a ``bind_addr`` for it, as :func:`openai_from_flags`; else None."""
+    openai = openai_from_flags(bind_addr or OpenAIOptions().bind_addr, values)
+    if bind_addr is None:
+        refuse_idle_flags(openai)
+        return None
+    return flags.check_openai(config, openai)
+
+
 @click.command("serve-binary")
 @flags.config_option
 @flags.topology_option
@@ -85,13 +96,8 @@ def serve_binary(
 ) -> None:
     """Run one stage; a stage 0 with --openai-bind-addr also serves OpenAI."""
     config, topology = flags.read_stage(config_path, topology_path, bind_addr)
-    openai = openai_from_flags(openai_bind_addr or OpenAIOptions().bind_addr, values)
-    options = flags.stage_options(**values)
-    if openai_bind_addr is None:
-        refuse_idle_flags(openai)
-        serve_on_terminal(config, topology, options, None, grace_secs)
-    else:
-        serve_on_terminal(config, topology, options, flags.check_openai(config, openai), grace_secs)
+    openai = openai_if_asked(config, openai_bind_addr, values)
+    serve_on_terminal(config, topology, flags.stage_options(**values), openai, grace_secs)
 
 
 @click.command("serve-openai")

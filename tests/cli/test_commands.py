@@ -179,6 +179,13 @@ def test_off_values_are_accepted(capsys: Capture, command: str, arguments: list[
         (["--openai-prefill-adaptive-step", "64"], "--openai-prefill-adaptive-step needs --openai-bind-addr"),
         (["--openai-prefill-adaptive-max", "0"], "prefill_adaptive_max: is 0"),
         (["--openai-prefill-adaptive-target-ms", "-1"], "prefill_adaptive_target_ms: is -1"),
+        (["--replay-timeout-secs", "-1"], "replay_timeout_secs: is -1, must be 0 to 86400"),
+        (["--replay-timeout-secs", "5"], "--replay-timeout-secs needs --openai-bind-addr"),
+        (["--no-replay-on-stage-loss"], "--no-replay-on-stage-loss needs --openai-bind-addr"),
+        (
+            ["--no-replay-on-stage-loss", "--replay-timeout-secs", "5"],
+            "replay_timeout_secs: has no effect without replay_on_stage_loss",
+        ),
         (["--openai-model-id", "m"], "--openai-model-id needs --openai-bind-addr"),
         (["--openai-prefill-chunk-size", "64"], "--openai-prefill-chunk-size needs --openai-bind-addr"),
         (["--link-token-file", "none"], "--link-token-file: none: No such file or directory"),
@@ -188,6 +195,12 @@ def test_wrong_values(capsys: Capture, stage_file: Path, arguments: list[str], t
     outcome = run_cli(capsys, "serve-binary", "--config", stage_file, *arguments)
     assert outcome.code == 2
     assert text in outcome.err
+
+
+def test_settings_of_an_endpoint_that_is_not_asked_for(capsys: Capture, stage_file: Path) -> None:
+    outcome = run_cli(capsys, "run", "--config", stage_file, "--no-replay-on-stage-loss")
+    assert outcome.code == 2
+    assert "--no-replay-on-stage-loss needs --openai-bind-addr" in outcome.err
 
 
 def test_only_stage_0_serves_openai(capsys: Capture, tmp_path: Path) -> None:

@@ -105,12 +105,13 @@ def test_a_run_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
     model.touch()
     monkeypatch.setattr(demo, "inspect_model", lambda path: summary(128))
     monkeypatch.setattr(demo, "ensure_slice", lambda *_, **__: None)
-    options = demo.DemoOptions(model=model, bind="127.0.0.1:0", stages=2, threads=3)
+    options = demo.DemoOptions(model=model, bind="127.0.0.1:0", stages=2, threads=3, replay_timeout_secs=7)
     chains = [demo.prepare(options) for _ in range(2)]
     tokens = {chain.options.link_token for chain in chains}
     assert len(tokens) == 2
     assert all(token is not None and len(token) >= 32 for token in tokens)
     for chain in chains:
+        assert (chain.openai.replay_on_stage_loss, chain.openai.replay_timeout_secs) == (True, 7)
         assert [child.config.n_threads for child in chain.children] == [3, 3]
         assert [child.config.ctx_size for child in chain.children] == [128, 128]
         assert [child.openai_listener is not None for child in chain.children] == [True, False]
