@@ -65,6 +65,8 @@ class Iterations:
         """Waves to run before prefill has its next turn."""
         self._slice_rows = LEAST_PREFILL_ROWS
         self._scratch = bytearray()
+        self.on_native: Callable[[], object] = lambda: None
+        """Called just before each native call."""
         self._running: tuple[Sequence[Segment], Sequence[Work]] = ((), ())
 
     def add(self, work: Work) -> None:
@@ -206,6 +208,7 @@ class Iterations:
         segments = [work.next_segment(rows) for work, rows in batch]
         total = sum(rows for _, rows in batch)
         self._running = segments, [work for work, _ in batch]
+        self.on_native()
         started = microseconds()
         try:
             if self._width == 0:

@@ -102,9 +102,12 @@ class RuntimeThread(Runtime):
         self._token = trio.lowlevel.current_trio_token()
         self._iterations: Iterations | None = None
         self._inbox = Inbox()
+        self._told: list[Callable[[], object]] = []
+        """What the event loop is to do: it hears of it as this thread stops to need the interpreter."""
 
     def attach(self, iterations: Iterations) -> None:
         self._iterations = iterations
+        iterations.on_native = self._pass_on
 
     async def run(self, call: Callable[[], T]) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -137,7 +140,18 @@ class RuntimeThread(Runtime):
         return self._inbox
 
     def tell(self, call: Callable[[], object]) -> None:
-        self._soon(call)
+        self._told.append(call)
+
+    def _pass_on(self) -> None:
+        """Wake the event loop for what it was told.
+
+        Where that happens any earlier than just before a native call or a wait, the event loop gets the
+        interpreter, and the next step begins when it is done with what it has heard.
+        """
+        if self._told:
+            told, self._told = self._told, []
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(_call_each, told)
 
     def work(self) -> None:
         """The thread's body."""
@@ -149,6 +163,7 @@ class RuntimeThread(Runtime):
                 _yield_core()
         if self._iterations is not None:
             self._wake(self._iterations.end())
+        self._pass_on()
         self._inbox.close()
 
     def _take_in(self) -> bool:
@@ -165,12 +180,15 @@ class RuntimeThread(Runtime):
                 assert self._iterations is not None, "a work before the engine"
                 self._iterations.add(item)
             else:
+                self._pass_on()  # the call may take long
                 item()
             del item  # it may hold activation buffers
         return True
 
     def _next(self, wait: float | None) -> Callable[[], None] | Work | None:
         """What was queued, or has arrived on a socket. Raises queue.Empty after ``wait`` seconds."""
+        if wait != 0.0 and self._work.empty():
+            self._pass_on()
         if not self._inbox.watching:
             return self._work.get_nowait() if wait == 0.0 else self._work.get(timeout=wait)
         if self._work.empty():
@@ -179,15 +197,16 @@ class RuntimeThread(Runtime):
 
     def _run_job(self, job: _Job[Any]) -> None:
         if job.task is not None:
-            self._soon(job.deliver, outcome.capture(job.call))
+            self.tell(functools.partial(job.deliver, outcome.capture(job.call)))
 
     def _wake(self, works: list[Work]) -> None:
         if works:
-            self._soon(wake_all, works)
+            self.tell(functools.partial(wake_all, works))
 
-    def _soon(self, function: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(function, *arguments)
+
+def _call_each(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _run_posted(call: Callable[[], object]) -> None:
