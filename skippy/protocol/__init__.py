@@ -95,6 +95,7 @@ from .states import (
     WindowEvent,
     WindowState,
 )
+from .steps import PREDICTION_BYTES, STEP_HEADER_BYTES, StepHeader, encode_prediction, predicted_token
 from .verify import VerifyPipeline, VerifyWindow
 from .waves import WAVES_EXTENSION, Wave, pack_wave, unpack_wave
 
@@ -106,7 +107,9 @@ __all__ = [
     "LIVENESS_EXTENSION",
     "POSITIONED_KINDS",
     "PREDICTED_KINDS",
+    "PREDICTION_BYTES",
     "READY_WORD",
+    "STEP_HEADER_BYTES",
     "WAVES_EXTENSION",
     "Action",
     "AdmissionAnswer",
@@ -157,6 +160,7 @@ __all__ = [
     "StageAdmissionDescriptor",
     "StageState",
     "StateFlag",
+    "StepHeader",
     "TokenLogProbability",
     "UpstreamConnection",
     "UpstreamEvent",
@@ -186,6 +190,7 @@ __all__ = [
     "encode_frame",
     "encode_heartbeat",
     "encode_message",
+    "encode_prediction",
     "encode_reply",
     "encode_transport_auth",
     "estimated_wire_bytes",
@@ -194,6 +199,7 @@ __all__ = [
     "frame_flags_of",
     "is_skipped",
     "pack_wave",
+    "predicted_token",
     "reply_kinds",
     "requires_predicted_reply",
     "set_seq_id",

@@ -138,7 +138,14 @@ class Session(Machine[SessionState, SessionEvent]):
         if epoch is None or epoch.decode_step < 0:
             raise LocalProtocolError("no decode step to follow")
         self._length += 1
-        self._epoch = attrs.evolve(epoch, decode_step=epoch.decode_step + 1)
+        # Spelled out: this runs for every token.
+        self._epoch = RequestEpoch(
+            epoch.request_id,
+            epoch.session_id,
+            epoch.checkpoint_generation,
+            epoch.prompt_token_count,
+            epoch.decode_step + 1,
+        )
 
     def _place(self, message: Message) -> Action:
         kind, position = message.kind, message.pos_start

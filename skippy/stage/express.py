@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skippy.protocol import EMPTY_STATS, Buffer, Message, Reply, ReplyStats, encode_reply
+from skippy.protocol import Buffer, Message, Reply, ReplyStats, encode_prediction, encode_reply
 from skippy.telemetry import Level, Span, Telemetry, names
 
 from .session import Predicted, Sink
@@ -82,10 +82,16 @@ class Express:
             self._on_error(error)
 
 
-def prediction_frame(predicted: Predicted, work: Work, stats: ReplyStats = EMPTY_STATS) -> Sequence[Buffer]:
-    """The last stage's frame for a token."""
+def prediction_frame(predicted: Predicted, work: Work, stats: ReplyStats) -> Sequence[Buffer]:
+    """The last stage's frame for a token, with statistics."""
     assert isinstance(predicted, int)
     return [encode_reply(Reply.predicted_token(predicted, stats))]
+
+
+def token_frame(predicted: Predicted, work: Work) -> Sequence[Buffer]:
+    """The last stage's frame for a token."""
+    assert isinstance(predicted, int)
+    return [encode_prediction(predicted)]
 
 
 def decode_span(telemetry: Telemetry, message: Message) -> Span:

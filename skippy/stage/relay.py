@@ -20,6 +20,7 @@ from skippy.protocol import MessageDecoder, ReplyDecoder
 from .express import Express
 from .inbox import Inbox
 from .links import Link
+from .repeat import Repeat
 from .scheduler import Scheduler
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Relay(Generic[T]):
             event loop must hear of. Begins a step and returns what has the right now; None for a frame that
             is not the next step.
         is_stuck: whether what has come of a frame is for the event loop to see.
+        repeated: called after ``take`` has begun a step; what takes those that follow, where they can be.
         express: the decode step that was started last, and has the right to send.
         on_over: called in the event loop's thread before :meth:`run` returns.
     """
@@ -56,6 +58,7 @@ class Relay(Generic[T]):
         next_frame: Callable[[], T | None],
         take: Callable[[T, Express, Callable[[], object]], Express | None],
         is_stuck: Callable[[], bool],
+        repeated: Callable[[T], Repeat | None],
         express: Express,
         on_over: Callable[[], object] = lambda: None,
     ) -> None:
@@ -67,6 +70,10 @@ class Relay(Generic[T]):
         self._next_frame = next_frame
         self._take = take
         self._is_stuck = is_stuck
+        self._repeated = repeated
+        self._repeat: Repeat | None = None
+        self._filled = 0
+        """Bytes in the repeat's buffer."""
         self._express = express
         self._on_over = on_over
         self._lock = threading.Lock()
@@ -96,6 +103,7 @@ class Relay(Generic[T]):
                     await self._over.wait()
         finally:
             self.revoke()
+            self._end_repeat()
             self._on_over()
         if self._error is not None:
             raise self._error
@@ -132,9 +140,35 @@ class Relay(Generic[T]):
                 self._scheduler.tell(self._over.set)
             return goes_on
 
+    def _end_repeat(self) -> None:
+        """What has come is for the decoder."""
+        if self._repeat is not None:
+            received, self._repeat = self._repeat.buffer[: self._filled], None
+            self._filled = 0
+            if received:
+                self._decoder.receive_data(received)
+
     def _receive(self) -> bool:
         """Take what has arrived; begin the step of a whole frame. False where that is not ours to do."""
-        ready = True
+        if (repeat := self._repeat) is not None:
+            count = self._link.receive_nowait(repeat.buffer[self._filled :], ready=True)
+            if count is None:
+                return True
+            if count == 0:
+                return False  # the reader meets the end again
+            self._filled += count
+            if (begun := repeat.take(self._filled)) is None:
+                return True
+            if begun:
+                self._frames += 1
+                self._filled = 0
+                return True
+            self._end_repeat()
+            return self._receive_any(ready=False)
+        return self._receive_any(ready=True)
+
+    def _receive_any(self, *, ready: bool) -> bool:
+        """:meth:`_receive` by the decoder; ``ready`` as :meth:`Link.receive_nowait` has it."""
         while (frame := self._next_frame()) is None:
             if self._is_stuck():
                 return False
@@ -151,4 +185,7 @@ class Relay(Generic[T]):
             self._frame = frame
             return False
         self._express = express
-        return bool(self._decoder.at_boundary)
+        if not self._decoder.at_boundary:
+            return False
+        self._repeat = self._repeated(frame)
+        return True

@@ -13,7 +13,7 @@ from typing import Final
 import attrs
 
 from skippy.engine import Segment
-from skippy.protocol import FinishHint, Message, Reply, ReplyAnnex
+from skippy.protocol import EMPTY_STATS, FinishHint, Message, ReplyAnnex, ReplyStats
 
 from .work import Work
 
@@ -92,23 +92,31 @@ class ChainRun(Run):
 
     message: Callable[[int, int], Message] = attrs.field(kw_only=True)
     ended: Callable[[], object] = attrs.field(kw_only=True)
-    _reports: deque[tuple[Reply, ReplyAnnex | None]] = attrs.field(factory=deque)
+    _reports: deque[tuple[int, ReplyAnnex | None, ReplyStats]] = attrs.field(factory=deque)
 
-    def next_message(self, token: int, annex: ReplyAnnex | None) -> Message | None:
-        """In the engine's thread: the step that follows the token that has come; None where none does."""
+    def follows(self, token: int, annex: ReplyAnnex | None) -> bool:
+        """In the engine's thread: whether a step follows the token that has come. Begin it, or ``undo``."""
         self._made += 1
-        if self._goes_on(token, annex):
-            return self.message(self._made, token)
+        if not self._goes_on(token, annex):
+            self._made -= 1
+            return False
+        return True
+
+    def undo(self) -> None:
+        """In the engine's thread: the step that follows cannot be begun here."""
         self._made -= 1
-        return None
 
-    def went_on(self, reply: Reply, annex: ReplyAnnex | None) -> None:
+    def next_message(self, token: int) -> Message:
+        """In the engine's thread: the step that follows."""
+        return self.message(self._made, token)
+
+    def went_on(self, token: int, annex: ReplyAnnex | None = None, stats: ReplyStats = EMPTY_STATS) -> None:
         """In the engine's thread: that step has begun."""
-        self._reports.append((reply, annex))
+        self._reports.append((token, annex, stats))
 
-    def report(self, came: Callable[[Reply], object]) -> None:
-        """In the event loop's thread: pass on what has come, and show each reply to ``came``."""
+    def report(self, came: Callable[[ReplyStats], object]) -> None:
+        """In the event loop's thread: pass on what has come, and show the statistics to ``came``."""
         while self._reports:
-            reply, annex = self._reports.popleft()
-            came(reply)
-            self.arrived(reply.predicted, annex, True)
+            token, annex, stats = self._reports.popleft()
+            came(stats)
+            self.arrived(token, annex, True)

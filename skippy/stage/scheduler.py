@@ -121,6 +121,10 @@ class Scheduler:
         """Where the engine's thread waits for sockets itself, for engine calls to use; None: it cannot."""
         return self._runtime.inbox
 
+    def add(self, work: Work) -> None:
+        """:meth:`submit` in the engine's thread."""
+        self._iterations.add(work)
+
     def tell(self, call: Callable[[], object]) -> None:
         """In the engine's thread: have ``call`` called in the event loop's."""
         self._runtime.tell(call)

@@ -209,8 +209,8 @@ class StageSession:
         def after(engine: StageEngine, row: int) -> bool:
             if not last:
                 return sink(None, work)
-            # A work that goes on by itself has other rows each time.
-            history = work.segment.tokens if first else tokens
+            # A work that goes on by itself, or is done again, has other rows each time.
+            history = work.tokens
             assert history is not None
             if each:
                 return sink(native.sample_each(engine, row, history, step), work)
@@ -223,6 +223,7 @@ class StageSession:
             segment,
             output,
             after,
+            tokens=tokens,
             before=before,
             settle=settle,
             decodes=message.kind in POSITIONED_KINDS,

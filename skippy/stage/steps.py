@@ -20,9 +20,12 @@ from skippy.protocol import (
     MessageKind,
     Reply,
     ReplyDecoder,
+    ReplyStats,
+    StepHeader,
     UpstreamConnection,
     UpstreamState,
     VerifyPipeline,
+    Wave,
     encode_forwarded,
     requires_predicted_reply,
     set_seq_id,
@@ -33,7 +36,7 @@ from .answers import Answers
 from .context import StageContext
 from .downstream import Downstream
 from .errors import RequestFailed, StageError
-from .express import Express, Frame, prediction_frame, reported
+from .express import Express, Frame, prediction_frame, reported, token_frame
 from .framing import allocate
 from .intake import ONE_TOKEN, check_data, wave_of
 from .interfaces import LaneTasks, ReplySink
@@ -42,6 +45,7 @@ from .memory import FrameMemory
 from .predictions import Predictions
 from .queues import PendingReply
 from .relay import Relay
+from .repeat import Repeat, RepeatedPrediction, RepeatedStep
 from .runs import LocalRun
 from .session import Predicted, Sink, StageSession
 from .statistics import LaneStats, Times
@@ -76,6 +80,10 @@ class Steps:
         """The frame handled last, if :meth:`start_decode` took it: perhaps still with the engine."""
         self._express: Express | None = None
         """Of the frame in ``_started``."""
+        self._header: StepHeader | None = None
+        """Of the frame that leaves after that, where it is but a step's."""
+        self._repeats = False
+        """Whether what leaves after the next step differs from it by position and token alone."""
         self._relay: Relay[Any] | None = None
         self._owed: deque[PendingReply] = deque()
         self.predictions = Predictions(
@@ -178,9 +186,15 @@ class Steps:
             memory.forget()
             return self.go_on(message, express, on_urgent)
 
+        def repeated(message: Message) -> Repeat | None:
+            expected = StepHeader.of(message)
+            if expected is None or not self._repeats:
+                return None
+            return RepeatedStep(expected, memoryview(message.activation).nbytes, self.waves, self.again)
+
         if self._gets_predictions:
             return None
-        return self._lend(link, decoder, decoder.next_message, take, lambda: not memory.is_small())
+        return self._lend(link, decoder, decoder.next_message, take, lambda: not memory.is_small(), repeated)
 
     def open_return_relay(self, link: Link, decoder: ReplyDecoder) -> Relay[Reply] | None:
         """Let the engine's thread receive the predictions that follow, each of which begins the next step.
@@ -195,28 +209,36 @@ class Steps:
             annex = decoder.annex if isinstance(decoder, AnnexedReplyDecoder) else None
             if not self.predictions.is_token(reply):
                 return None
-            message = run.next_message(reply.predicted, annex)
-            if message is None:
+            if not run.follows(reply.predicted, annex):
                 return None
+            message = run.next_message(reply.predicted)
             following = self.go_on(message, express, on_urgent)
             if following is not None:
                 self.predictions.go_on(reply, message.kind)
-                run.went_on(reply, annex)
-                self._context.scheduler.tell(report)
+                run.went_on(reply.predicted, annex, reply.stats)
+                tell()
             return following
+
+        def repeated(_: Reply) -> Repeat | None:
+            if not self._repeats:
+                return None
+            return RepeatedPrediction(run, self._context.info.vocab_size, tell, self.again)
+
+        def tell() -> None:
+            self._context.scheduler.tell(report)
 
         def report() -> None:
             run.report(came)
 
-        def came(reply: Reply) -> None:
+        def came(stats: ReplyStats) -> None:
             self.predictions.moved()
-            self.stats.complete(reply)
+            self.stats.take(stats)
 
         def over() -> None:
             report()
             run.ended()
 
-        relay = self._lend(link, decoder, decoder.next_reply, take, lambda: decoder.ended, over)
+        relay = self._lend(link, decoder, decoder.next_reply, take, lambda: decoder.ended, repeated, over)
         if relay is None:
             run.ended()
         return relay
@@ -228,6 +250,7 @@ class Steps:
         next_frame: Callable[[], T | None],
         take: Callable[[T, Express, Callable[[], object]], Express | None],
         is_stuck: Callable[[], bool],
+        repeated: Callable[[T], Repeat | None],
         on_over: Callable[[], object] = lambda: None,
     ) -> Relay[T] | None:
         context, express, downstream = self._context, self._express, self.downstream
@@ -251,6 +274,7 @@ class Steps:
             next_frame,
             take,
             is_stuck,
+            repeated,
             express,
             on_over,
         )
@@ -267,8 +291,26 @@ class Steps:
         if before is None or not before.over or before.urgent or not self._is_step(message):
             return None
         before.settle()
-        self._begin(message, express.followed_by).report = on_urgent
+        work = self._begin(message, express.followed_by)
+        work.report, work.lasting = on_urgent, True
         return self._express
+
+    def again(self, token: int, activation: memoryview | None, wave: Wave | None) -> bool:
+        """In the engine's thread: the step begun last is done again, one position on.
+
+        Its frame was the one expected, word by word, so all that holds for the last one holds for this one.
+        False, and nothing has happened, where the step before it has not ended well.
+        """
+        work, session = self._started, self._session
+        if work is None or session is None or not work.over or work.urgent:
+            return False
+        session.went_on()
+        if self._header is not None:
+            self._header.move_on(token)
+        work.again(token, activation)
+        work.wave = wave
+        self._context.scheduler.add(work)
+        return True
 
     def revoke_relay(self) -> None:
         """What is on loan is the event loop's again when this returns."""
@@ -280,12 +322,15 @@ class Steps:
         downstream, info = self.downstream, self._context.info
         if downstream is None:
             stats = self.stats.take()
-            if stats is EMPTY_STATS:
-                return None, prediction_frame
+            self._repeats = stats is EMPTY_STATS
+            if self._repeats:
+                return None, token_frame
             return None, functools.partial(prediction_frame, stats=stats)
         output = allocate(message.token_count * info.output_width * 4)
         # The header only refers to the activation, which the engine is about to compute.
         buffers = encode_forwarded(message, self._context.stage_index, output, info.output_width)
+        self._repeats = StepHeader.fits(buffers[0])
+        self._header = StepHeader(buffers[0]) if self._repeats else None
 
         def frame(_: Predicted, work: Work) -> Sequence[Buffer]:
             set_seq_id(buffers[0], downstream.wave_word(work.wave))

@@ -36,6 +36,7 @@ class Work:
     Args:
         segment: all rows; they may run in several slices where at most the last one wants logits.
         output: for the boundary of all rows (non-last stages); stays referenced until the end.
+        tokens: of the rows, where they are not the segment's: a last stage's history.
         decodes: the step of a session that generates: it goes before prefill, and its rows belong together.
 
     Attributes:
@@ -43,6 +44,7 @@ class Work:
             thread, before the rows run.
         compute_us: time of the engine for its rows, µs; a batch's time is shared out by rows.
         batch_size: sessions in the native batch that its last row ran in.
+        lasting: it may be done :meth:`again`.
         report: called in the event loop's thread before ``settle``, and whenever ``after`` asks for it.
     """
 
@@ -62,9 +64,11 @@ class Work:
         "compute_us",
         "decodes",
         "forms_waves",
+        "lasting",
         "output",
         "report",
         "segment",
+        "tokens",
         "wave",
     )
 
@@ -74,6 +78,7 @@ class Work:
         output: memoryview | None,
         after: After,
         *,
+        tokens: Sequence[int] | None = None,
         before: Before | None = None,
         settle: Settle | None = None,
         decodes: bool = False,
@@ -82,6 +87,7 @@ class Work:
     ) -> None:
         self.segment = segment
         self.output = output
+        self.tokens = segment.tokens if tokens is None else tokens
         self.decodes = decodes
         self.wave = wave
         self.forms_waves = forms_waves
@@ -89,6 +95,7 @@ class Work:
         self.batch_size = 0
         self.cancelled = False
         self.report: Callable[[], object] | None = None
+        self.lasting = False
         self._next: Segment | None = None
         self._before = before
         self._after: After | None = after
@@ -153,17 +160,34 @@ class Work:
         if self._next is None:
             return self.finish(None, urgent=urgent)
         self.segment, self._next, self._done = self._next, None, 0
+        self.tokens = self.segment.tokens
         return urgent
 
     def repeat(self, segment: Segment) -> None:
         """Called by ``after``: the work goes on with these rows, as if it were another one."""
         self._next = segment
 
+    def again(self, token: int, activation: memoryview | None) -> None:
+        """A lasting work of one row, which is over and went well, is to run another one, behind the last."""
+        last = self.segment
+        self.tokens = (token,)
+        self.segment = Segment(
+            sequence=last.sequence,
+            position=last.position + 1,
+            count=1,
+            tokens=None if last.tokens is None else self.tokens,
+            activation=activation,
+            logits=last.logits,
+        )
+        self._done = 0
+        self._settled = self._over = False
+
     def finish(self, error: Exception | None, *, urgent: bool = True) -> bool:
         """The work is over. True when it must be settled without waiting until somebody asks."""
         self._error = error
         self._urgent = urgent
-        self._after = self._before = None  # they may hold activation buffers
+        if not self.lasting:
+            self._after = self._before = None  # they may hold activation buffers
         # In this order here, and in the other one in `wait`: one of the two sides sees the other.
         self._over = True
         return urgent or self._waiting is not None

@@ -14,11 +14,13 @@ from skippy.config import Endpoint
 from skippy.engine import EngineError
 from skippy.frontend.generation import GenerationError, GenerationRequest
 from skippy.protocol import (
+    EMPTY_STATS,
     FinishHint,
     Message,
     MessageKind,
     Reply,
     ReplyAnnex,
+    ReplyStats,
     default_state,
     encode_frame,
 )
@@ -56,7 +58,16 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         seen.append((self._context.stage_index, following is not None))
         return following
 
+    again = Steps.again
+
+    def done_again(self: Steps, *args: Any) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        begun = again(self, *args)
+        seen.append((self._context.stage_index, begun))
+        return begun
+
     monkeypatch.setattr(Steps, "go_on", go_on)
+    monkeypatch.setattr(Steps, "again", done_again)
     return seen
 
 
@@ -300,31 +311,39 @@ def chain_run(steps: int, taken: int = 1000) -> tuple[ChainRun, list[tuple[int, 
 def test_a_run_goes_on_for_as_many_steps_as_there_may_be() -> None:
     run, told = chain_run(3)
     for count, token in enumerate([7, 8], start=1):
-        message = run.next_message(token, None)
-        assert message is not None
+        assert run.follows(token, None)
+        message = run.next_message(token)
         assert (message.pos_start, message.tokens) == (10 + count, (token,))
-        run.went_on(Reply.predicted_token(token), None)
-    assert run.next_message(9, None) is None  # the third is the last there may be
-    replies: list[Reply] = []
-    run.report(replies.append)
-    run.report(replies.append)
+        run.went_on(token)
+    assert not run.follows(9, None)  # the third is the last there may be
+    stats: list[ReplyStats] = []
+    run.report(stats.append)
+    run.report(stats.append)
     assert told == [(7, True), (8, True)]
-    assert [reply.predicted for reply in replies] == [7, 8]
+    assert stats == [EMPTY_STATS, EMPTY_STATS]
+
+
+def test_a_step_that_could_not_be_begun_is_still_to_come() -> None:
+    run, _ = chain_run(3)
+    assert run.follows(7, None)
+    run.undo()
+    assert run.follows(7, None)
+    assert run.next_message(7).pos_start == 11
 
 
 def test_a_run_ends_where_nothing_may_follow() -> None:
-    assert chain_run(9)[0].next_message(0, None) is None
-    assert chain_run(9)[0].next_message(5, ReplyAnnex(finish_hint=FinishHint.MUST_END)) is None
-    assert chain_run(9)[0].next_message(5, ReplyAnnex(finish_hint=FinishHint.MAY_END)) is not None
+    assert not chain_run(9)[0].follows(0, None)
+    assert not chain_run(9)[0].follows(5, ReplyAnnex(finish_hint=FinishHint.MUST_END))
+    assert chain_run(9)[0].follows(5, ReplyAnnex(finish_hint=FinishHint.MAY_END))
     stopped, _ = chain_run(9)
     stopped.stopped = True
-    assert stopped.next_message(5, None) is None
+    assert not stopped.follows(5, None)
 
 
 def test_a_run_counts_what_its_reader_has_taken() -> None:
     run, _ = chain_run(100, taken=-1)  # one token waits already
     for _ in range(MAX_AHEAD - 2):
-        assert run.next_message(5, None) is not None
-    assert run.next_message(5, None) is None
+        assert run.follows(5, None)
+    assert not run.follows(5, None)
     run.taken += 1
-    assert run.next_message(5, None) is not None
+    assert run.follows(5, None)
