@@ -6,6 +6,7 @@ import socket
 import threading
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -18,16 +19,22 @@ from skippy.protocol import (
     FinishHint,
     Message,
     MessageKind,
+    RemoteProtocolError,
     Reply,
     ReplyAnnex,
     ReplyStats,
+    StepHeader,
+    Wave,
     default_state,
     encode_frame,
+    encode_message,
+    encode_prediction,
 )
 from skippy.stage.express import Express
 from skippy.stage.inbox import Inbox
 from skippy.stage.links import TcpTransport
 from skippy.stage.relay import Relay
+from skippy.stage.repeat import RepeatedPrediction, RepeatedStep
 from skippy.stage.runs import MAX_AHEAD, ChainRun
 from skippy.stage.steps import Steps
 from skippy.stage.writer import LinkWriter
@@ -347,3 +354,78 @@ def test_a_run_counts_what_its_reader_has_taken() -> None:
     assert not run.follows(5, None)
     run.taken += 1
     assert run.follows(5, None)
+
+
+def repeated_step(width: int = 8) -> tuple[RepeatedStep, list[Any], Message]:
+    """A row of ``width`` bytes behind each step; what was begun; the step after the first."""
+    state = attrs.evolve(default_state(K.DECODE_EMBD), decode_step=0, current_token=5)
+    first = Message(K.DECODE_EMBD, state, 7, 1, 1, 2, tokens=(5,))
+    header = StepHeader.of(first)
+    assert header is not None
+    begun: list[Any] = []
+
+    def again(token: int, row: memoryview | None, wave: Wave | None) -> bool:
+        begun.append((token, None if row is None else bytes(row), wave))
+        return token != 0
+
+    second = attrs.evolve(
+        first,
+        state=attrs.evolve(state, decode_step=1, current_token=6, seq_id=3 << 8 | 2),
+        pos_start=8,
+        tokens=(6,),
+    )
+    return RepeatedStep(header, width, True, again), begun, second
+
+
+def test_a_repeated_step_waits_for_the_whole_row() -> None:
+    step, begun, second = repeated_step()
+    header = bytes(encode_message(second)[0])
+    step.buffer[: len(header)] = header
+    assert step.take(len(header)) is None
+    step.buffer[len(header) :] = b"12345678"
+    assert step.take(len(header) + 7) is None
+    assert begun == []
+    assert step.take(len(header) + 8) is True
+    assert begun == [(6, b"12345678", Wave(3, 2))]
+
+
+@pytest.mark.parametrize("size", [1, 72, 75])
+def test_less_than_a_header_is_for_others(size: int) -> None:
+    step, begun, second = repeated_step()
+    step.buffer[:76] = bytes(encode_message(second)[0])
+    assert step.take(size) is False
+    assert begun == []
+
+
+def test_another_frame_is_for_others_and_the_step_still_to_come() -> None:
+    step, begun, second = repeated_step(0)
+    step.buffer[:] = bytes(encode_message(attrs.evolve(second, pos_start=9))[0])
+    assert step.take(76) is False
+    step.buffer[:] = bytes(encode_message(second)[0])
+    assert step.take(76) is True
+    assert begun == [(6, None, Wave(3, 2))]
+
+
+def test_a_word_that_names_no_wave_is_refused() -> None:
+    step, _, second = repeated_step(0)
+    state = attrs.evolve(second.state, seq_id=3 << 8)
+    step.buffer[:] = bytes(encode_message(attrs.evolve(second, state=state))[0])
+    with pytest.raises(RemoteProtocolError, match="0 rows"):
+        step.take(76)
+
+
+def test_a_prediction_that_nothing_follows_is_for_others() -> None:
+    run, told = chain_run(3)
+    begun: list[int] = []
+
+    def again(token: int, _: memoryview | None, __: Wave | None) -> bool:
+        begun.append(token)
+        return token != 9
+
+    prediction = RepeatedPrediction(run, 100, lambda: run.report(lambda _: None), again)
+    for token, taken in [(100, False), (-1, False), (0, False), (9, False), (7, True), (8, True), (7, False)]:
+        prediction.buffer[:] = encode_prediction(token)
+        assert prediction.take(len(prediction.buffer)) is taken, token
+    assert prediction.take(10) is False
+    assert begun == [9, 7, 8]
+    assert told == [(7, True), (8, True)]
