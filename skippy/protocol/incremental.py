@@ -233,6 +233,11 @@ class Decoder(abc.ABC, Generic[T]):
             self.bytes_received += len(data)
             self._intake.feed(data)
 
+    def passed(self, count: int) -> None:
+        """A whole frame of ``count`` bytes was received elsewhere, between two frames of this decoder."""
+        self.bytes_received += count
+        self.frames_read += 1
+
     def receive_eof(self) -> None:
         """The stream ended: returns at a frame boundary. Whole frames can still be taken afterwards.
 

@@ -161,6 +161,7 @@ class Relay(Generic[T]):
                 return True
             if begun:
                 self._frames += 1
+                self._decoder.passed(self._filled)
                 self._filled = 0
                 return True
             self._end_repeat()

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from skippy.config import Endpoint
+from skippy.config import Endpoint, StageOptions
 from skippy.engine import EngineError
 from skippy.frontend.generation import GenerationError, GenerationRequest
 from skippy.protocol import (
@@ -30,6 +30,7 @@ from skippy.protocol import (
     encode_message,
     encode_prediction,
 )
+from skippy.protocol.incremental import Decoder
 from skippy.stage.express import Express
 from skippy.stage.inbox import Inbox
 from skippy.stage.links import TcpTransport
@@ -429,3 +430,33 @@ def test_a_prediction_that_nothing_follows_is_for_others() -> None:
     assert prediction.take(10) is False
     assert begun == [9, 7, 8]
     assert told == [(7, True), (8, True)]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+async def test_a_relay_that_lasts_keeps_nobody_from_hearing_its_peer(
+    stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that no decoder has seen count as signs of life all the same."""
+    options = StageOptions(peer_timeout_secs=1.0)
+    seen: list[int] = []
+    passed = Decoder.passed
+
+    def count(self: Decoder[Any], size: int) -> None:
+        seen.append(size)
+        passed(self, size)
+
+    monkeypatch.setattr(Decoder, "passed", count)
+    with trio.fail_after(60):
+        async with (
+            toy_cluster(stages, transport=TcpTransport(), options=options) as cluster,
+            generator_over(cluster, lanes=1, replay_on_stage_loss=False) as generator,
+        ):
+            began = trio.current_time()
+            tokens = []
+            request = GenerationRequest(prompt=PROMPT, max_tokens=cluster.first.info.context_length)
+            while trio.current_time() < began + 2.5:
+                tokens = await generate(generator, request)
+            assert len(tokens) == cluster.first.info.context_length - len(PROMPT)
+            assert cluster.first.context.connection_numbers() == 2  # the first lane was never replaced
+            await wait_for_sequences(cluster)
+    assert len(seen) > stages * 100
