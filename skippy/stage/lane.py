@@ -30,6 +30,7 @@ from .downstream import Downstream
 from .errors import LaneLost, RequestFailed, StageError
 from .execution import Execution
 from .interfaces import ReplySink
+from .lending import lend_steps
 from .links import Link, LinkClosed
 from .memory import FrameMemory
 from .queues import PendingReply
@@ -274,13 +275,15 @@ class Lane:
             self.fail_for(exc)
             return False
 
-    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay[Message] | None:
+    def open_relay(
+        self, link: Link, decoder: MessageDecoder, memory: FrameMemory
+    ) -> Relay[MessageDecoder, Message] | None:
         """Let the engine's thread take the decode steps that follow, if the last message was one.
 
         None where it cannot; else run what is returned before receiving anything. Only while no message is
         being handled.
         """
-        return None if self.failure is not None else self._execution.open_relay(link, decoder, memory)
+        return None if self.failure is not None else lend_steps(self._execution, link, decoder, memory)
 
     def pause(self) -> None:
         """The request does not decode on for now: batches must not wait for its next step. Never waits."""

@@ -48,7 +48,7 @@ class Predictions:
         vocab_size: int,
         windows: VerifyPipeline,
         on_lost: Callable[[StageError], None],
-        open_relay: Callable[[Link, ReplyDecoder], Relay[Reply] | None] = lambda *_: None,
+        open_relay: Callable[[Link, ReplyDecoder], Relay[ReplyDecoder, Reply] | None] = lambda *_: None,
     ) -> None:
         self._hub = hub
         self._vocab_size = vocab_size

@@ -8,10 +8,11 @@ gets it back with the first thing that is not the next decode step.
 
 from __future__ import annotations
 
+import abc
 import threading
-from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+import attrs
 import trio
 
 from skippy.engine import StageEngine
@@ -23,65 +24,79 @@ from .links import Link
 from .repeat import Repeat
 from .scheduler import Scheduler
 
+D = TypeVar("D", bound=MessageDecoder | ReplyDecoder)
 T = TypeVar("T")
 
 SILENCE_SECS: Final = 0.5
 """A relay that brings no frame for as long ends. Deadlines are kept by those who read without one."""
 
 
-class Relay(Generic[T]):
+@attrs.frozen(slots=True, eq=False)
+class Loan(Generic[D]):
+    """What a relay takes.
+
+    Attributes:
+        link: received from by nobody else, until the relay is over.
+        descriptor: the link's.
+        decoder: of what comes; it is between two frames.
+        express: the decode step that was started last, and has the right to send.
+        scheduler, inbox: the engine's thread.
+    """
+
+    link: Link
+    descriptor: int
+    decoder: D
+    express: Express
+    scheduler: Scheduler
+    inbox: Inbox
+
+
+class Relay(abc.ABC, Generic[D, T]):
     """The receiving side of a link, on loan to the engine's thread.
 
     Until it is over, that thread alone touches the decoder, the lane's session and its state machine. Every
-    other use of these begins with :meth:`revoke`. :class:`skippy.stage.steps.Steps` makes it; :meth:`run` it
-    at once.
-
-    Args:
-        descriptor: of the link.
-        next_frame: the decoder's next whole frame.
-        take: called in the engine's thread with a frame, the right to send, and :meth:`revoke`, for what the
-            event loop must hear of. Begins a step and returns what has the right now; None for a frame that
-            is not the next step.
-        is_stuck: whether what has come of a frame is for the event loop to see.
-        repeated: called after ``take`` has begun a step; what takes those that follow, where they can be.
-        express: the decode step that was started last, and has the right to send.
-        on_over: called in the event loop's thread before :meth:`run` returns.
+    other use of these begins with :meth:`revoke`. :mod:`skippy.stage.lending` makes it; :meth:`run` it at
+    once.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        link: Link,
-        inbox: Inbox,
-        descriptor: int,
-        decoder: MessageDecoder | ReplyDecoder,
-        next_frame: Callable[[], T | None],
-        take: Callable[[T, Express, Callable[[], object]], Express | None],
-        is_stuck: Callable[[], bool],
-        repeated: Callable[[T], Repeat | None],
-        express: Express,
-        on_over: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._scheduler = scheduler
-        self._link = link
-        self._inbox = inbox
-        self._descriptor = descriptor
-        self._decoder: Any = decoder
-        self._next_frame = next_frame
-        self._take = take
-        self._is_stuck = is_stuck
-        self._repeated = repeated
+    def __init__(self, loan: Loan[D]) -> None:
+        self._loan = loan
+        self._decoder = loan.decoder
+        self._express = loan.express
+        """What has the right to send."""
         self._repeat: Repeat | None = None
         self._filled = 0
         """Bytes in the repeat's buffer."""
-        self._express = express
-        self._on_over = on_over
         self._lock = threading.Lock()
         self._is_over = False
         self._over = trio.Event()
         self._frames = 0
         self._frame: T | None = None
         self._error: Exception | None = None
+
+    # -- what kind of frames it takes, in the engine's thread ------------------------------------------
+
+    @abc.abstractmethod
+    def _next_frame(self) -> T | None:
+        """The decoder's next whole frame."""
+
+    @abc.abstractmethod
+    def _take(self, frame: T) -> Express | None:
+        """Begin the step that a frame asks for; returns what has the right to send then.
+
+        None for a frame that is not the next step. What the event loop must hear of calls :meth:`revoke`.
+        """
+
+    @abc.abstractmethod
+    def _repeated(self, frame: T) -> Repeat | None:
+        """What takes the steps that follow the one which ``frame`` has begun, where they can be repeated."""
+
+    def _is_stuck(self) -> bool:
+        """Whether what has come of a frame is for the event loop to see."""
+        return False
+
+    def _end(self) -> None:
+        """In the event loop's thread: the relay is over."""
 
     # -- in the event loop's thread --------------------------------------------------------------------
 
@@ -94,7 +109,7 @@ class Relay(Generic[T]):
             RemoteProtocolError, LinkClosed: as receiving does.
         """
         self._express.lend(self.revoke)
-        self._scheduler.post(self._begin)
+        self._loan.scheduler.post(self._begin)
         try:
             frames = -1
             while not self._is_over and frames != self._frames:
@@ -104,7 +119,7 @@ class Relay(Generic[T]):
         finally:
             self.revoke()
             self._end_repeat()
-            self._on_over()
+            self._end()
         if self._error is not None:
             raise self._error
         return self._frame
@@ -114,7 +129,9 @@ class Relay(Generic[T]):
         with self._lock:
             if not self._is_over:
                 self._is_over = True
-                self._scheduler.post(lambda _: self._inbox.unwatch(self._descriptor, self._ready))
+                self._loan.scheduler.post(
+                    lambda _: self._loan.inbox.unwatch(self._loan.descriptor, self._ready)
+                )
             self._over.set()
             self._express.give_back()
 
@@ -123,7 +140,7 @@ class Relay(Generic[T]):
     def _begin(self, _: StageEngine) -> None:
         with self._lock:
             if not self._is_over:  # after that, the descriptor may be another one's
-                self._inbox.watch(self._descriptor, self._ready)
+                self._loan.inbox.watch(self._loan.descriptor, self._ready)
 
     def _ready(self) -> bool:
         """Something can be received. False once the relay is over."""
@@ -137,7 +154,7 @@ class Relay(Generic[T]):
                 goes_on = False
             if not goes_on:
                 self._is_over = True
-                self._scheduler.tell(self._over.set)
+                self._loan.scheduler.tell(self._over.set)
             return goes_on
 
     def _end_repeat(self) -> None:
@@ -151,7 +168,7 @@ class Relay(Generic[T]):
     def _receive(self) -> bool:
         """Take what has arrived; begin the step of a whole frame. False where that is not ours to do."""
         if (repeat := self._repeat) is not None:
-            count = self._link.receive_nowait(repeat.buffer[self._filled :], ready=True)
+            count = self._loan.link.receive_nowait(repeat.buffer[self._filled :], ready=True)
             if count is None:
                 return True
             if count == 0:
@@ -173,7 +190,7 @@ class Relay(Generic[T]):
         while (frame := self._next_frame()) is None:
             if self._is_stuck():
                 return False
-            count = self._link.receive_nowait(self._decoder.get_buffer(), ready=ready)
+            count = self._loan.link.receive_nowait(self._decoder.get_buffer(), ready=ready)
             if count is None:
                 return True
             if count == 0:
@@ -181,7 +198,7 @@ class Relay(Generic[T]):
             ready = False
             self._decoder.buffer_updated(count)
         self._frames += 1
-        express = self._take(frame, self._express, self.revoke)
+        express = self._take(frame)
         if express is None:
             self._frame = frame
             return False

@@ -46,7 +46,7 @@ class ReturnTarget(Protocol):
         """Take the next owed prediction; raises RemoteProtocolError when none is owed."""
 
     @property
-    def open_relay(self) -> Callable[[Link, ReplyDecoder], Relay[Reply] | None]:
+    def open_relay(self) -> Callable[[Link, ReplyDecoder], Relay[ReplyDecoder, Reply] | None]:
         """Lends the engine's thread the stream, where steps follow predictions by themselves."""
 
     def bind_return(self, opening: Message, scope: trio.CancelScope, *, plain: bool) -> None:

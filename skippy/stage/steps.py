@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 
 from skippy.protocol import (
     EMPTY_STATS,
-    AnnexedReplyDecoder,
     Buffer,
     Message,
     MessageDecoder,
     MessageKind,
     Reply,
     ReplyDecoder,
-    ReplyStats,
     StepHeader,
     UpstreamConnection,
     UpstreamState,
@@ -40,18 +38,17 @@ from .express import Express, Frame, prediction_frame, reported, token_frame
 from .framing import allocate
 from .intake import ONE_TOKEN, check_data, wave_of
 from .interfaces import LaneTasks, ReplySink
+from .lending import lend_predictions
 from .links import Link
-from .memory import FrameMemory
 from .predictions import Predictions
 from .queues import PendingReply
-from .relay import Relay
-from .repeat import Repeat, RepeatedPrediction, RepeatedStep
+from .relay import Loan, Relay
 from .runs import LocalRun
 from .session import Predicted, Sink, StageSession
 from .statistics import LaneStats, Times
 from .work import Work
 
-T = TypeVar("T")
+D = TypeVar("D", bound=MessageDecoder | ReplyDecoder)
 
 
 class Steps:
@@ -62,6 +59,8 @@ class Steps:
         waves: the upstream peer agreed to decode waves; without it, the word in its frames means nothing.
         predictions: what stage 0 is owed on this lane; unused on other stages.
         stats: what was observed on this lane.
+        repeats: whether what leaves after the step begun last differs from what leaves after the next one by
+            position and token alone.
     """
 
     def __init__(self, context: StageContext, replies: ReplySink, lane: LaneTasks) -> None:
@@ -82,12 +81,15 @@ class Steps:
         """Of the frame in ``_started``."""
         self._header: StepHeader | None = None
         """Of the frame that leaves after that, where it is but a step's."""
-        self._repeats = False
-        """Whether what leaves after the next step differs from it by position and token alone."""
-        self._relay: Relay[Any] | None = None
+        self.repeats = False
+        self._relay: Relay[Any, Any] | None = None
         self._owed: deque[PendingReply] = deque()
         self.predictions = Predictions(
-            context.hub, context.info.vocab_size, self._windows, lane.lose, self.open_return_relay
+            context.hub,
+            context.info.vocab_size,
+            self._windows,
+            lane.lose,
+            functools.partial(lend_predictions, self),
         )
 
     @property
@@ -130,7 +132,7 @@ class Steps:
         """
         if not self._is_step(message):
             return False
-        if self._gets_predictions and self._replies.full:
+        if self.gets_predictions and self._replies.full:
             return False
         reservation = (self.downstream or self._answers).reserve()
         if reservation is None:
@@ -143,7 +145,7 @@ class Steps:
         return True
 
     @property
-    def _gets_predictions(self) -> bool:
+    def gets_predictions(self) -> bool:
         """Predictions come back here: this is stage 0 of more than one."""
         return self.downstream is not None and self._context.stage_index == 0
 
@@ -176,110 +178,28 @@ class Steps:
 
     # -- on loan to the engine's thread ----------------------------------------------------------------
 
-    def open_relay(self, link: Link, decoder: MessageDecoder, memory: FrameMemory) -> Relay[Message] | None:
-        """Let the engine's thread receive the steps that follow the one which was started just now.
+    def lend(self, link: Link, decoder: D) -> Loan[D] | None:
+        """What the engine's thread needs to receive the frames that follow the step started just now.
 
         None where it cannot. See :mod:`skippy.stage.relay`.
         """
-
-        def take(message: Message, express: Express, on_urgent: Callable[[], object]) -> Express | None:
-            memory.forget()
-            return self.go_on(message, express, on_urgent)
-
-        def repeated(message: Message) -> Repeat | None:
-            expected = StepHeader.of(message)
-            if expected is None or not self._repeats:
-                return None
-            return RepeatedStep(expected, memoryview(message.activation).nbytes, self.waves, self.again)
-
-        if self._gets_predictions:
-            return None
-        return self._lend(link, decoder, decoder.next_message, take, lambda: not memory.is_small(), repeated)
-
-    def open_return_relay(self, link: Link, decoder: ReplyDecoder) -> Relay[Reply] | None:
-        """Let the engine's thread receive the predictions that follow, each of which begins the next step.
-
-        None where it cannot, or nothing is to follow by itself.
-        """
-        open_run = self.predictions.run_to_come
-        if link.descriptor is None or open_run is None or (run := open_run()) is None:
-            return None
-
-        def take(reply: Reply, express: Express, on_urgent: Callable[[], object]) -> Express | None:
-            annex = decoder.annex if isinstance(decoder, AnnexedReplyDecoder) else None
-            if not self.predictions.is_token(reply):
-                return None
-            if not run.follows(reply.predicted, annex):
-                return None
-            message = run.next_message(reply.predicted)
-            following = self.go_on(message, express, on_urgent)
-            if following is not None:
-                self.predictions.go_on(reply, message.kind)
-                run.went_on(reply.predicted, annex, reply.stats)
-                tell()
-            return following
-
-        def repeated(_: Reply) -> Repeat | None:
-            if not self._repeats:
-                return None
-            return RepeatedPrediction(run, self._context.info.vocab_size, tell, self.again)
-
-        def tell() -> None:
-            self._context.scheduler.tell(report)
-
-        def report() -> None:
-            run.report(came)
-
-        def came(stats: ReplyStats) -> None:
-            self.predictions.moved()
-            self.stats.take(stats)
-
-        def over() -> None:
-            report()
-            run.ended()
-
-        relay = self._lend(link, decoder, decoder.next_reply, take, lambda: decoder.ended, repeated, over)
-        if relay is None:
-            run.ended()
-        return relay
-
-    def _lend(
-        self,
-        link: Link,
-        decoder: MessageDecoder | ReplyDecoder,
-        next_frame: Callable[[], T | None],
-        take: Callable[[T, Express, Callable[[], object]], Express | None],
-        is_stuck: Callable[[], bool],
-        repeated: Callable[[T], Repeat | None],
-        on_over: Callable[[], object] = lambda: None,
-    ) -> Relay[T] | None:
         context, express, downstream = self._context, self._express, self.downstream
         inbox, descriptor = context.scheduler.inbox, link.descriptor
         if (
             inbox is None
             or descriptor is None
             or express is None
-            or self._started is None
             or not (express.pending and decoder.at_boundary)
             or not (downstream is None or downstream.drained)
             or context.telemetry.enabled(Level.DEBUG)
         ):
             return None
-        relay = Relay(
-            context.scheduler,
-            link,
-            inbox,
-            descriptor,
-            decoder,
-            next_frame,
-            take,
-            is_stuck,
-            repeated,
-            express,
-            on_over,
-        )
+        return Loan(link, descriptor, decoder, express, context.scheduler, inbox)
+
+    def lent(self, relay: Relay[Any, Any]) -> None:
+        """``relay`` has what :meth:`lend` gave."""
+        assert self._started is not None
         self._relay, self._started.report = relay, relay.revoke
-        return relay
 
     def go_on(self, message: Message, express: Express, on_urgent: Callable[[], object]) -> Express | None:
         """In the engine's thread: begin the next step, with the right to send of the one before.
@@ -322,15 +242,15 @@ class Steps:
         downstream, info = self.downstream, self._context.info
         if downstream is None:
             stats = self.stats.take()
-            self._repeats = stats is EMPTY_STATS
-            if self._repeats:
+            self.repeats = stats is EMPTY_STATS
+            if self.repeats:
                 return None, token_frame
             return None, functools.partial(prediction_frame, stats=stats)
         output = allocate(message.token_count * info.output_width * 4)
         # The header only refers to the activation, which the engine is about to compute.
         buffers = encode_forwarded(message, self._context.stage_index, output, info.output_width)
-        self._repeats = StepHeader.fits(buffers[0])
-        self._header = StepHeader(buffers[0]) if self._repeats else None
+        self.repeats = StepHeader.fits(buffers[0])
+        self._header = StepHeader(buffers[0]) if self.repeats else None
 
         def frame(_: Predicted, work: Work) -> Sequence[Buffer]:
             set_seq_id(buffers[0], downstream.wave_word(work.wave))
@@ -380,11 +300,11 @@ class Steps:
 
     def _forms_waves(self, message: Message) -> bool:
         """Whether stage 0 may compute this row together with those of other lanes, as a wave."""
-        return self._gets_predictions and message.kind in ONE_TOKEN
+        return self.gets_predictions and message.kind in ONE_TOKEN
 
     def _place_for(self, message: Message, times: Times | None) -> PendingReply | None:
         """Predictions come back to stage 0 of a longer chain, so there a place is kept for each."""
-        if not self._gets_predictions or not requires_predicted_reply(message.kind):
+        if not self.gets_predictions or not requires_predicted_reply(message.kind):
             return None
         self.predictions.check_awaited(message.kind)
         complete = self.stats.complete

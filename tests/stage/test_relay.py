@@ -160,10 +160,10 @@ async def test_an_engine_failure_on_the_way_ends_the_request_alone(
 
 async def test_a_revoked_relay_takes_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after the revocation meets the event loop, and the right to send is back."""
-    relays: list[Relay[Any]] = []
+    relays: list[Relay[Any, Any]] = []
     original = Relay.run
 
-    async def run(self: Relay[Any]) -> Any:
+    async def run(self: Relay[Any, Any]) -> Any:
         relays.append(self)
         return await original(self)
 
