@@ -54,9 +54,9 @@ class Pulse:
         "_frames",
         "_heard_at",
         "_inside",
+        "_link",
         "_memory",
         "_moved_at",
-        "_peer",
         "_said_at",
         "_sent",
         "_writer",
@@ -76,7 +76,7 @@ class Pulse:
         *,
         agreed: bool,
     ) -> None:
-        self._peer = link.peer
+        self._link = link
         self._decoder = decoder
         self._writer = writer
         self._memory = memory
@@ -111,14 +111,16 @@ class Pulse:
             self._speak(now, ours)
 
     def _listen(self, now: float) -> None:
-        decoder = self._decoder
+        decoder, received = self._decoder, self._link.arrived
+        if received is None:
+            received = decoder.bytes_received
         reading = self.reading and not (self._memory is not None and self._memory.waiting)
         inside = not decoder.at_boundary
-        got_on = self._agreed and decoder.bytes_received - self._bytes >= LEAST_BYTES
+        got_on = self._agreed and received - self._bytes >= LEAST_BYTES
         began = inside and not self._inside
         if not reading or got_on or began or decoder.frames_read != self._frames:
             self._heard_at = now
-            self._frames, self._bytes = decoder.frames_read, decoder.bytes_received
+            self._frames, self._bytes = decoder.frames_read, received
         self._inside = inside
         if self.moved or not self.live or not reading:
             self.moved = False
@@ -136,7 +138,7 @@ class Pulse:
                     self._said_at = now
 
     def _give_up(self, reason: str) -> None:
-        self.verdict = f"{self._peer} {reason}"
+        self.verdict = f"{self._link.peer} {reason}"
         self.scope.cancel()
 
 

@@ -34,7 +34,7 @@ class Watched:
         ours, self.peer = trio.testing.memory_stream_pair()
         self.agreed = agreed
         self.live = live
-        self.link = MemoryLink(ours, "peer")
+        self.link: MemoryLink = MemoryLink(ours, "peer")
         self.liveness = Liveness(TIMEOUT)
         self.memory = FrameMemory(budget or FrameBudget())
         self.decoder = MessageDecoder(WIDTH, allocate=self.memory.allocate, heartbeats=agreed)
@@ -163,6 +163,30 @@ async def test_a_large_frame_over_a_slow_link_may_take_its_time(
     assert trio.current_time() > 10 * TIMEOUT
     assert not watched.ended
     assert watched.messages == 1
+
+
+async def test_a_large_piece_of_a_layer_below_may_take_its_time(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A WebSocket hands over whole messages only; it is known what has come of one."""
+    watched = Watched()
+    watched.link = layered = LayeredLink(watched.link)
+    nursery.start_soon(watched.run)
+    for _ in range(20):
+        await trio.sleep(TIMEOUT / 2)
+        layered.arrived = (layered.arrived or 0) + LEAST_BYTES
+    assert not watched.ended
+    await trio.sleep(TIMEOUT + 1)
+    assert watched.ended
+
+
+class LayeredLink(MemoryLink):
+    """Knows what has come of what it cannot hand over yet."""
+
+    arrived: int | None = 0
+
+    def __init__(self, inner: MemoryLink) -> None:
+        super().__init__(inner._stream, inner.peer)
 
 
 async def test_many_small_frames_that_trickle_in_are_not_one_slow_frame(

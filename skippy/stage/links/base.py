@@ -68,6 +68,14 @@ class Link(abc.ABC):
         """
         return None
 
+    @property
+    def arrived(self) -> int | None:
+        """Bytes that have come so far, also those of a piece that cannot be received before it is whole.
+
+        None where there are no such pieces, or only small ones.
+        """
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close both directions at once, without waiting. Safe to call twice."""

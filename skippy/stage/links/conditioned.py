@@ -115,6 +115,10 @@ class ConditionedLink(Link):
     async def receive_into(self, buffer: memoryview) -> int:
         return await self._inner.receive_into(buffer)
 
+    @property
+    def arrived(self) -> int | None:
+        return self._inner.arrived
+
     async def run(self) -> None:
         """Deliver until the link takes nothing more; what it brings can still be received then."""
         try:

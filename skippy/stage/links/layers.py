@@ -37,11 +37,13 @@ class LinkStream(trio.abc.Stream):
 
     Attributes:
         ended: set once nothing more can be received.
+        received: bytes so far.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.ended = trio.Event()
+        self.received = 0
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         try:
@@ -61,6 +63,7 @@ class LinkStream(trio.abc.Stream):
             raise trio.BrokenResourceError(str(exc)) from exc
         if not count:
             self.ended.set()
+        self.received += count
         return bytes(memoryview(buffer)[:count])
 
     async def aclose(self) -> None:

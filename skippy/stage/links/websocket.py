@@ -47,6 +47,7 @@ class WebSocketLink(Link):
         self._inner = inner
         self._host = host
         self._nursery = nursery
+        self._stream = LinkStream(inner)
         self._started = False
         self._settled = trio.Event()
         self._connection: WebSocketConnection | None = None
@@ -81,7 +82,7 @@ class WebSocketLink(Link):
 
     async def _run(self) -> None:
         """The connection's own task: opens it, lets the library's reader run, and closes it in good order."""
-        stream = LinkStream(self._inner)
+        stream = self._stream
         try:
             with self._life:
                 async with trio.open_nursery() as nursery:
@@ -161,6 +162,10 @@ class WebSocketLink(Link):
             self._rest = self._rest[count:]
             return count
         raise AssertionError("unreachable")
+
+    @property
+    def arrived(self) -> int:
+        return self._stream.received
 
     @contextlib.contextmanager
     def _until_closed(self, what: str) -> Iterator[None]:
