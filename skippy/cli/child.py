@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import socket
@@ -38,8 +37,6 @@ def stage_child(listen_fd: int, status_fd: int, openai_fd: int | None) -> None:
     options = from_json_value(settings["options"], StageOptions)
     openai = None if settings["openai"] is None else from_json_value(settings["openai"], OpenAIOptions)
     grace_secs: float = settings["grace_secs"]
-    # A native crash says where, in the words that the parent keeps of this process.
-    faulthandler.enable(all_threads=False)
     parent = _Parent(status_fd)
     with stop_signals(grace_secs, patient=True) as stop:
         threading.Thread(target=parent.listen, args=(rest, stop), name="parent watch", daemon=True).start()

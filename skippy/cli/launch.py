@@ -24,6 +24,8 @@ from .obituary import obituary
 
 LAST_LINES = 12
 MAX_LINE = 2000
+CRASH = "Fatal Python error"
+"""How the word begins that Python leaves when native code crashes; its stack follows."""
 
 
 class Notice:
@@ -52,7 +54,7 @@ class Child:
         openai_listener: the HTTP socket (stage 0 only).
         command: what to run; the child's options are appended. (``-P``: a module in the working directory
             must not stand in for one of ours.)
-        tail: the last lines it wrote to stderr.
+        tail: the last lines it wrote to stderr; after a crash, the first ones about that.
         process: its last life; None before the first.
         alive: whether that goes on.
         loaded: bytes of its model part that are loaded, and all of them; zeros before it has begun.
@@ -273,5 +275,9 @@ async def _read_stderr(child: Child, process: trio.Process, observer: Observer, 
 def _take_lines(child: Child, lines: Sequence[bytes], observer: Observer) -> None:
     for line in lines:
         text = line[-MAX_LINE:].decode(errors="replace").rstrip()
-        child.tail.append(text)
+        if text.startswith(CRASH):
+            child.tail.clear()
+        # A crash's first lines say most: its stack begins where it happened.
+        if len(child.tail) < LAST_LINES or not child.tail[0].startswith(CRASH):
+            child.tail.append(text)
         observer.line(child, text)

@@ -9,30 +9,30 @@ import contextlib
 import json
 import signal
 import socket
-import sys
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import attrs
+import httpx
+import psutil
 import pytest
 import trio
 
-from skippy.cli.launch import Chain, Child
-from skippy.cli.sockets import endpoint_of, listen_on
+from skippy.cli.child import ORPHAN_SECS
+from skippy.cli.launch import Chain
+from skippy.cli.stopping import INSIST_SECS
 from skippy.cli.supervise import Supervisor
-from skippy.config import Endpoint, OpenAIOptions, StageOptions, to_json_value
-from skippy.topology import make_stage_configs, make_topology, plan_even
-from tests.support.cluster import LAYERS, ranges_of, toy_config
-from tests.support.processes import Process, running
-from tests.support.toy_skippy import SMALL_BUFFER, Toy
+from skippy.config import to_json_value
+from tests.support.cluster import ranges_of, toy_config
+from tests.support.processes import Process, children_of, running
+from tests.support.toy_skippy import CONTEXT, MODULE, SMALL_BUFFER, Toy, toy_chain
 
 pytestmark = pytest.mark.slow
 
 GRACE = 2.0
 BOUND = GRACE + 1
-MODULE = "tests.support.toy_skippy"
-CONTEXT = 40_000
 
 
 @contextlib.contextmanager
@@ -163,31 +163,6 @@ class TestServe:
             client.connection.close()
 
 
-def make_chain(stages: int) -> Chain:
-    """As ``skippy run`` makes it, of toy stages."""
-    ranges = plan_even(LAYERS, stages)
-    listeners = [listen_on(Endpoint("127.0.0.1", 0), "stage") for _ in ranges]
-    openai_listener = listen_on(Endpoint("127.0.0.1", 0), "http")
-    openai_listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
-    topology = make_topology(ranges, list(map(endpoint_of, listeners)), topology_id="t", model_id="toy")
-    configs = make_stage_configs(topology, run_id="r", model_path="none.gguf", ctx_size=CONTEXT, lane_count=2)
-    return Chain(
-        children=[
-            Child(
-                config=config,
-                listener=listener,
-                openai_listener=openai_listener if config.stage_index == 0 else None,
-                command=(sys.executable, "-m", MODULE, "stage-child"),
-            )
-            for config, listener in zip(configs, listeners, strict=True)
-        ],
-        topology=topology,
-        options=StageOptions(link_token="secret", telemetry_level="off"),
-        openai=OpenAIOptions(bind_addr=str(endpoint_of(openai_listener))),
-        grace_secs=GRACE,
-    )
-
-
 @attrs.define
 class Run:
     """A supervised chain that is ready."""
@@ -210,7 +185,7 @@ async def running_chain(monkeypatch: pytest.MonkeyPatch, toy: Toy) -> AsyncItera
     for name, value in toy.environment().items():
         monkeypatch.setenv(name, value)
     ready = trio.Event()
-    chain = make_chain(3)
+    chain = toy_chain(3, GRACE)
     supervisor = Supervisor(chain, relay=False, ready=ready.set, loading=lambda: None)
     with trio.fail_after(60) as patience:
         async with trio.open_nursery() as nursery:
@@ -258,3 +233,55 @@ class TestRun:
         received = await trio.to_thread.run_sync(client.read_to_end)
         assert b"the server is shutting down" in received
         assert b"data: [DONE]" in received
+
+
+@contextlib.contextmanager
+def toy_run(*arguments: str, toy: Toy | None = None) -> Iterator[Process]:
+    """``skippy run`` over three toy stages, serving."""
+    command = ["run", "--shutdown-grace-secs", str(GRACE), *arguments]
+    with running(command, (toy or Toy()).environment(), module=MODULE) as process:
+        process.wait_for("Ctrl-C stops everything")
+        yield process
+
+
+class TestCommand:
+    def test_a_signal(self) -> None:
+        with toy_run() as process:
+            children = children_of(process.popen.pid)
+            assert len(children) == 3
+            assert stop(process) == 0
+        assert not any(map(psutil.pid_exists, children))
+
+    def test_a_second_signal_ends_everything_at_once(self) -> None:
+        with toy_run("--shutdown-grace-secs", "600") as process:
+            children = [psutil.Process(pid) for pid in children_of(process.popen.pid)]
+            client = Client.ask(url_of(process))
+            process.popen.send_signal(signal.SIGTERM)
+            while httpx.get(url_of(process).removesuffix("/v1") + "/readyz").status_code != 503:
+                pass  # it has heard the first one
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.popen.wait(INSIST_SECS)
+            assert process.stop(signal.SIGINT, 10) == 130
+            client.connection.close()
+            assert psutil.wait_procs(children, timeout=10)[1] == []
+
+    def test_a_killed_supervisor_takes_a_stage_with_it_that_does_not_return(self) -> None:
+        with toy_run(toy=Toy(stuck_stage=1)) as process:
+            children = [psutil.Process(pid) for pid in children_of(process.popen.pid)]
+            client = Client.ask(url_of(process))
+            process.popen.kill()
+            assert psutil.wait_procs(children, timeout=ORPHAN_SECS + 1)[1] == []
+            client.connection.close()
+
+    def test_a_native_crash_is_told_as_one(self) -> None:
+        with toy_run("--max-restarts", "0", toy=Toy(stuck_stage=1, stuck_in="crash")) as process:
+            client = Client.ask(url_of(process))
+            assert process.wait(30) == 1
+            client.connection.close()
+        error = next(line for line in process.errors if line.startswith("error: "))
+        assert error == (
+            "error: stage-1 (layers 2:4) was killed by signal SIGSEGV (a crash in native code); "
+            "its last lines were:"
+        )
+        assert "  Fatal Python error: Segmentation fault" in process.errors
+        assert any("in string_at" in line for line in process.errors)

@@ -184,6 +184,19 @@ class TestFirstStart:
         )
         assert all_gone(chain)
 
+    async def test_of_a_crash_the_beginning_of_its_stack_is_kept(self) -> None:
+        crash = r"""
+for line in ["before", "Fatal Python error: Aborted", "", *(f"  File {n}" for n in range(100))]:
+    print(line, file=sys.stderr)
+sys.stderr.flush()
+os.kill(os.getpid(), signal.SIGABRT)
+"""
+        with pytest.raises(ExceptionGroup) as caught:
+            await run(make_chain(crash))
+        lines = only_error(caught).splitlines()
+        assert lines[0].endswith("was killed by signal SIGABRT (native code gave up); its last lines were:")
+        assert lines[1:] == ["  Fatal Python error: Aborted", *(f"    File {n}" for n in range(10))]
+
     async def test_a_child_that_ends_without_reason_is_an_error_too(self) -> None:
         with pytest.raises(ExceptionGroup) as caught:
             await run(make_chain("sys.exit(0)"))

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +19,22 @@ import attrs
 import trio
 
 from skippy import embed
+from skippy.cli import run
+from skippy.cli.demo import DemoOptions
+from skippy.cli.launch import Chain, Child
 from skippy.cli.main import main
-from skippy.config import StageConfig
+from skippy.cli.sockets import endpoint_of, listen_on
+from skippy.config import Endpoint, OpenAIOptions, StageConfig, StageOptions
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
 from skippy.frontend import server
+from skippy.topology import make_stage_configs, make_topology, plan_even
 
+MODULE = "tests.support.toy_skippy"
 VARIABLE = "SKIPPY_TEST_TOY"
 SMALL_BUFFER = 4096
+LAYERS = 6
+CONTEXT = 40_000
 
 
 @attrs.frozen(kw_only=True)
@@ -36,10 +45,11 @@ class Toy:
         layers: of the whole model.
         stuck_stage: index of a stage whose native calls do not return; -1: none.
         stuck_after: calls that do, before; 0: not even the load.
-        stuck_in: ``"c"``: in a C function, which has let go of the interpreter; ``"sleep"``: in time.sleep.
+        stuck_in: ``"c"``: in a C function, which has let go of the interpreter; ``"sleep"``: in time.sleep;
+            ``"crash"``: nowhere, the call reads what is not there.
     """
 
-    layers: int = 6
+    layers: int = LAYERS
     stuck_stage: int = -1
     stuck_after: int = 20
     stuck_in: str = "c"
@@ -50,6 +60,8 @@ class Toy:
 
 def block(how: str) -> None:
     """Never return."""
+    if how == "crash":
+        ctypes.string_at(0)
     sleep = ctypes.CDLL(None).sleep if how == "c" else time.sleep
     while True:
         sleep(600)
@@ -86,6 +98,35 @@ def make_engine(toy: Toy, config: StageConfig) -> ToyEngine:
     return engine
 
 
+def toy_chain(stages: int, grace_secs: float) -> Chain:
+    """What ``skippy run`` would start."""
+    ranges = plan_even(LAYERS, stages)
+    listeners = [listen_on(Endpoint("127.0.0.1", 0), "stage") for _ in ranges]
+    openai_listener = listen_on(Endpoint("127.0.0.1", 0), "http")
+    openai_listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+    topology = make_topology(ranges, list(map(endpoint_of, listeners)), topology_id="t", model_id="toy")
+    configs = make_stage_configs(topology, run_id="r", model_path="none.gguf", ctx_size=CONTEXT, lane_count=2)
+    return Chain(
+        children=[
+            Child(
+                config=config,
+                listener=listener,
+                openai_listener=openai_listener if config.stage_index == 0 else None,
+                command=(sys.executable, "-m", MODULE, "stage-child"),
+            )
+            for config, listener in zip(configs, listeners, strict=True)
+        ],
+        topology=topology,
+        options=StageOptions(link_token="secret", telemetry_level="off"),
+        openai=OpenAIOptions(bind_addr=str(endpoint_of(openai_listener))),
+        grace_secs=grace_secs,
+    )
+
+
+def prepare(options: DemoOptions) -> Chain:
+    return toy_chain(options.stages or 3, options.grace_secs)
+
+
 async def open_small_listeners(bind: str | socket.socket, stall_secs: float) -> list[trio.SocketListener]:
     """As the server, but accepted sockets hold little: a client that does not read is soon felt."""
     listeners = await _open_listeners(bind, stall_secs)
@@ -100,4 +141,5 @@ if __name__ == "__main__":
     toy = Toy(**json.loads(os.environ.get(VARIABLE, "{}")))
     embed.open_stage = functools.partial(embed.open_stage, engine_factory=functools.partial(make_engine, toy))
     server.open_listeners = open_small_listeners
+    vars(run)["prepare"] = prepare
     main()
