@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ from .generation import (
 )
 from .lanes import LanePool, PooledLane
 from .queueing import Demand, ServiceRates, WaitingLine, default_queue_capacity, work_limit_secs
+from .replay_line import ReplayLine
 from .work import Work
 
 RECONNECT_WAIT_SECS = 3.0
@@ -53,12 +53,14 @@ class Admission:
 
     Attributes:
         lane: the lane, which :meth:`replace_lane` changes.
+        replaced: set when it has.
     """
 
     def __init__(self, gate: AdmissionGate, lane: PooledLane, work: Work) -> None:
         self._gate = gate
         self.lane = lane
         self.work = work
+        self.replaced = trio.Event()
         lane.work = work
 
     @contextlib.contextmanager
@@ -83,16 +85,24 @@ class Admission:
         finally:
             self._gate.leave(self, finished=finished, failed=failed)
 
-    async def replace_lane(self) -> None:
+    async def replace_lane(self, *, suspect: bool) -> None:
         """Wait for another lane in place of one that has ended, ahead of all who wait for their first.
 
         The cache positions are kept meanwhile, and the work's deadline stands still.
+
+        Args:
+            suspect: the generation's last replay brought nothing, so this one is to be alone: it waits for
+                those of others, and they for it, up to :meth:`replay_over`.
         """
         self.work.suspend()
         try:
-            await self._gate.replace_lane(self)
+            await self._gate.replace_lane(self, suspect=suspect)
         finally:
             self.work.resume()
+
+    def replay_over(self) -> None:
+        """The generation has gone on, or given up: others need not wait for it. Never waits."""
+        self._gate.replay_over(self)
 
     def _timed_out(self) -> WorkTimedOut:
         reason = f"the generation made no progress for {self.work.limit_secs:g} s"
@@ -129,7 +139,7 @@ class AdmissionGate:
             least = options.adaptive_generation_min_concurrency or 1
             self._controller = ConcurrencyController(least, pool.size)
         self._line: WaitingLine[_Waiter] = WaitingLine()
-        self._replacing: deque[tuple[Admission, trio.Event]] = deque()
+        self._replays: ReplayLine[Admission] = ReplayLine()
         self._preparing = 0
         self._running: set[Admission] = set()
         self._reserved: dict[PooledLane, int] = {}
@@ -260,16 +270,21 @@ class AdmissionGate:
         self._free_tokens -= demand.tokens
         return admission
 
-    async def replace_lane(self, admission: Admission) -> None:
+    async def replace_lane(self, admission: Admission, *, suspect: bool) -> None:
         """As :meth:`Admission.replace_lane`."""
-        place = admission, trio.Event()
-        self._replacing.append(place)
+        lost, admission.replaced = admission.lane, trio.Event()
+        self._replays.join(admission, suspect=suspect)
         try:
             self._elect()
-            await place[1].wait()
+            await admission.replaced.wait()
         finally:
-            if place in self._replacing:
-                self._replacing.remove(place)
+            if admission.lane is lost:
+                self.replay_over(admission)
+
+    def replay_over(self, admission: Admission) -> None:
+        """As :meth:`Admission.replay_over`."""
+        self._replays.leave(admission)
+        self._elect()
 
     def _move(self, admission: Admission, lane: PooledLane) -> None:
         """Let a generation go on with this lane instead of one that has ended."""
@@ -287,10 +302,11 @@ class AdmissionGate:
 
     def _elect(self) -> None:
         """Hand out lanes to those whose turn it is."""
-        while self._replacing and (lane := self._pool.take()) is not None:
-            admission, replaced = self._replacing.popleft()
+        while self._pool.idle and (admission := self._replays.take()) is not None:
+            lane = self._pool.take()
+            assert lane is not None  # one is idle
             self._move(admission, lane)
-            replaced.set()
+            admission.replaced.set()
         while self._line and self._pool.idle and len(self._running) < self.concurrency:
             waiter = self._line.take(self._free_tokens)
             if waiter is None:

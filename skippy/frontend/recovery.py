@@ -84,7 +84,7 @@ class Recovery:
         latest = lost
         with trio.move_on_after(patience or math.inf):
             while True:
-                await self._admission.replace_lane()
+                await self._admission.replace_lane(suspect=self._fruitless > 0)
                 try:
                     await configure(self._admission.lane)
                 except LaneLost as error:
@@ -120,14 +120,17 @@ class Recovery:
         """A token or the end has come: the replay, if one was under way, has done what it was for."""
         self._fruitless = 0
         if self._began_at is not None:
-            self._tell(names.STAGE_OPENAI_REPLAY_END)
-            self._began_at = None
+            self._over(names.STAGE_OPENAI_REPLAY_END)
 
     def close(self, reason: str = "the generation has ended") -> None:
         """The replay, if one is under way, comes to nothing. Never waits."""
         if self._began_at is not None:
-            self._tell(names.STAGE_OPENAI_REPLAY_FAILED, reason=reason)
-            self._began_at = None
+            self._over(names.STAGE_OPENAI_REPLAY_FAILED, reason=reason)
+
+    def _over(self, name: str, **attributes: Any) -> None:
+        self._tell(name, **attributes)
+        self._began_at = None
+        self._admission.replay_over()
 
     def _tell(self, name: str, **attributes: Any) -> None:
         assert self._began_at is not None

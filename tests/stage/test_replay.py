@@ -80,7 +80,7 @@ async def lossy_chain(lanes: int = LANES, stages: int = 3, **options: Any) -> As
             gate, pool = generator.gate, generator._pool
             assert gate.reserved_tokens == 0
             assert not gate._running
-            assert not gate._replacing
+            assert not len(gate._replays)
             assert not generator.prefill._decoding
             assert len(pool._idle) == lanes
         nursery.cancel_scope.cancel()

@@ -25,12 +25,14 @@ class Frame:
         kind: the frame's first word.
         number: counts frames to this port, from 0.
         link: counts connections to any port, from 0.
+        prompt_tokens: the prompt_token_count of its header, on a lane.
     """
 
     port: int
     kind: int
     number: int
     link: int
+    prompt_tokens: int
 
 
 class LossyTransport(MemoryTransport):
@@ -77,11 +79,12 @@ class LossyLink(Link):
         return self._inner.peer
 
     async def send(self, buffers: Sequence[Buffer]) -> None:
-        kind = int.from_bytes(b"".join(map(bytes, buffers))[:4], "little", signed=True)
+        data = b"".join(map(bytes, buffers))
+        kind, prompt_tokens = (int.from_bytes(data[at : at + 4], "little", signed=True) for at in (0, 40))
         if not 0 < kind <= HIGHEST_KIND:
             await self._inner.send(buffers)
             return
-        frame = Frame(self.port, kind, self._transport.count(self.port), self.number)
+        frame = Frame(self.port, kind, self._transport.count(self.port), self.number, prompt_tokens)
         fate = self._transport.fate(frame)
         if fate == "lose":
             self.close()
