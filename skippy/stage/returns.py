@@ -29,7 +29,7 @@ from skippy.protocol import (
 )
 
 from .errors import LaneLost, StageError
-from .framing import receive_reply
+from .framing import receive_reply, send_frame
 from .links import Link, LinkClosed
 from .reasons import failure_of
 from .relay import Relay
@@ -169,7 +169,7 @@ class ReturnStream:
         """Say whose stream this is. It is the first message and gets no reply."""
         kind = MessageKind.PREDICTION_RETURN_OPEN
         message = Message(kind, default_state(kind), request_id=request_id, session_id=session_id)
-        await self._link.send(encode_message(message))
+        await send_frame(self._link, encode_message(message), self._liveness.timeout_secs)
 
     async def send(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         """Queue a reply, with an annex only where that was agreed; waits for room."""

@@ -28,7 +28,7 @@ from skippy.telemetry import Level, names
 
 from .context import HANDSHAKE_SECS, LAST_WORDS_SECS, StageContext, log
 from .errors import DownstreamRefused, LaneLost, StageError
-from .framing import FRAME_SECS, receive_message
+from .framing import FRAME_SECS, receive_message, send_frame
 from .lane import Lane
 from .links import Link, LinkClosed
 from .liveness import Pulse
@@ -155,6 +155,7 @@ async def _serve(
             if first is not None:
                 _check_role(link, handshake, first)
             on_admitted()
+            pulse.reading = False
             returns = lane is None and first is not None and first.kind is MessageKind.PREDICTION_RETURN_OPEN
             if first is not None and not returns:
                 nursery.start_soon(_write_replies, context, replies)
@@ -194,7 +195,7 @@ async def _admit(context: StageContext, link: Link, handshake: ListenerHandshake
 
     A peer that only knows the ready word, where such are allowed, may say nothing until it has a request.
     """
-    await link.send([handshake.data_to_send()])
+    await send_frame(link, [handshake.data_to_send()], HANDSHAKE_SECS)
     may_be_plain = context.options.allow_plain_generation_8 and context.stage_index > 0
     with trio.move_on_after(math.inf if may_be_plain else HANDSHAKE_SECS):
         while not handshake.admitted:

@@ -19,9 +19,12 @@ from skippy.frontend.generation import ChainUnavailable
 from skippy.frontend.lanes import LanePool
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    LIVENESS_EXTENSION,
     AnnexedReplyDecoder,
     FailureCode,
     MessageKind,
+    ReplyDecoder,
+    ReplyKind,
     RequestFailure,
 )
 from skippy.stage.dialing import dial_admitted
@@ -32,6 +35,7 @@ from tests.stage.test_chain_over_links import REQUEST
 from tests.support.admission import lane_request
 from tests.support.cluster import NO_REPLAY, Cluster, fixed_chunks, toy_cluster
 from tests.support.driver import Driver, dial_driver
+from tests.support.scripted import scripted_peer
 from tests.support.wires import BYTE_SECS, Wire, WireTransport
 
 TIMEOUT = 5.0
@@ -205,6 +209,37 @@ async def test_the_reason_names_the_link_that_was_lost(
         assert trio.current_time() <= DEADLINE
         reason = f"127.0.0.1:{peer} sent nothing for 5 s (--peer-timeout-secs)"
         assert decoder.failure == RequestFailure(3, FailureCode.LANE_LOST, reason)
+
+
+async def test_a_driver_is_not_late_while_nobody_reads_what_it_sends(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its lane through the chain is being made, which takes as long as the next stage loads."""
+    async with scripted_peer(OPTIONS, inline=True) as peer:
+        link, extensions = await dial_admitted(
+            peer.stage.context.transport,
+            peer.stage.endpoint,
+            token=None,
+            source_host=None,
+            timeout_secs=5,
+            request=attrs.evolve(lane_request(peer.stage), extensions=(LIVENESS_EXTENSION,)),
+        )
+        assert extensions == (LIVENESS_EXTENSION,)
+        driver = Driver(link, peer.stage, replies=ReplyDecoder(heartbeats=True))
+        await driver.send(MessageKind.PREFILL_EMBD, 0, [1])
+        async with trio.open_nursery() as nursery:
+
+            async def accept() -> None:
+                await trio.sleep(5 * TIMEOUT)
+                lane = await peer.accept()
+                await lane.receive(MessageKind.PREFILL_EMBD)
+
+            nursery.start_soon(accept)
+            assert (await driver.reply()).kind is ReplyKind.ACK
+        began = trio.current_time()  # and from now on it is expected
+        assert began >= 5 * TIMEOUT
+        await wait_lost(driver)
+        assert TIMEOUT - 1 <= trio.current_time() - began <= DEADLINE
 
 
 class GatedEngine(ToyEngine):
