@@ -209,6 +209,20 @@ MUTANTS: Final = (
         "",
     ),
     Mutant(
+        "forget-peer-timeout",
+        "a neighbour that has fallen silent is not given up",
+        "skippy/stage/liveness.py",
+        "        if self._agreed and silent >= timeout_secs:\n",
+        "        if self._agreed and silent >= 100 * timeout_secs:\n",
+    ),
+    Mutant(
+        "forget-heartbeats",
+        "an idle neighbour hears nothing of this stage",
+        "skippy/stage/liveness.py",
+        "            self._speak(now, ours)\n",
+        "            pass\n",
+    ),
+    Mutant(
         "seed-by-row",
         "every draw of a seeded request uses the seed of the first",
         "skippy/stage/session.py",

@@ -31,7 +31,7 @@ def check_always(cluster: SimCluster) -> None:
             raise Violation(f"{gate.reserved_tokens} cache positions of {gate.kv_tokens} are reserved")
 
 
-def check_idle(scenario: Scenario, cluster: SimCluster, network: SimNetwork) -> None:
+def check_idle(scenario: Scenario, cluster: SimCluster) -> None:
     """While every lane is connected and nobody asks: nothing is held for anyone, and nothing is lost."""
     front = cluster.front
     assert front is not None
@@ -51,12 +51,13 @@ def check_idle(scenario: Scenario, cluster: SimCluster, network: SimNetwork) -> 
         require(context.frame_budget.used == 0, f"{name} holds {context.frame_budget.used} bytes of frames")
         require(running.runtime.idle, f"{name} has work for its engine that nobody waits for")
         require(not context.hub.waiting, f"{name} waits for {context.hub.waiting} return streams")
-    _check_links(scenario, network)
-    _check_tasks(network)
 
 
-def _check_links(scenario: Scenario, network: SimNetwork) -> None:
-    """One for each lane on every edge, spares where they are asked for, and a return stream each at most."""
+def check_links(scenario: Scenario, network: SimNetwork) -> None:
+    """One for each lane on every edge, spares where they are asked for, and a return stream each at most.
+
+    Every accepted connection has its task, and every such task its connection.
+    """
     links = Counter((name.dialer, name.listener) for name in network.wires)
     there = f"open are {', '.join(map(str, network.wires))}"
     last = len(scenario.splits) - 1
@@ -72,10 +73,10 @@ def _check_links(scenario: Scenario, network: SimNetwork) -> None:
         returns = links.pop((party(last), party(0)), 0)
         require(returns <= scenario.lanes, f"{returns} return streams for {scenario.lanes} lanes; {there}")
     require(not links, f"links that should not be there: {dict(links)}")
+    _check_tasks(network)
 
 
 def _check_tasks(network: SimNetwork) -> None:
-    """Every accepted connection has its task, and every such task its connection."""
     root = trio.lowlevel.current_root_task()
     assert root is not None
     serving = sum(task.name.endswith("_Connections.serve") for task in _below(root))

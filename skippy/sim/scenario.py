@@ -20,7 +20,7 @@ from .oracle import ToyModel
 FAULT_NAMES: Final = ("weather", *(kind.value for kind in FaultKind), "crash", "vanish")
 """What ``--faults`` may name: the links' latency, bandwidth and slices, the faults of a link, a stage that is
 killed and started again, and one that is cut off from the network for a while."""
-WINDOW_SECS: Final = 8.0
+WINDOW_SECS: Final = 5.0
 """Requests come, and faults begin, within this time."""
 
 
@@ -128,7 +128,8 @@ def draw(
         end_at=chance.choice([None, 20, 40]),
     )
     asked = [
-        _ask(chance, model) for _ in range(requests if requests is not None else chance.randint(1, 3 * lanes))
+        _ask(chance, model)
+        for _ in range(requests if requests is not None else chance.randint(1, 2 * lanes + 1))
     ]
     drivers = chance.choice([0, 0, 1])
     drawn = _Faults(chance, count, lanes, faults)
@@ -148,6 +149,7 @@ def draw(
             reply_credit_limit=chance.choice([None, None, 0, 1]),
             async_prefill_forward=chance.random() < 0.8,
             safe_mode=chance.random() < 0.15,
+            peer_timeout_secs=chance.choice([1.5, 2.0, 4.0]),
             warm_preconnect=chance.random() < 0.25,
             link_token=chance.choice([None, "secret"]),
         ),
@@ -291,7 +293,7 @@ class _Faults:
                         stage=chance.randrange(1 if chance.random() < 0.8 else 0, self._stages),
                         kills=not silent or chance.random() < 0.5,
                         silent=silent,
-                        secs=chance.choice([0.1, 1.0, 4.0]),
+                        secs=chance.choice([0.1, 1.0, 3.0]),
                     )
                 )
         return blows

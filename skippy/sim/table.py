@@ -28,7 +28,7 @@ from .clients import Client
 from .cluster import SimCluster
 from .engine import SimClock, StepCost
 from .faults import PERFECT, Direction
-from .invariants import check_end, check_idle
+from .invariants import check_end, check_idle, check_links
 from .lies import LIES, Failure
 from .oracle import ToyModel
 from .running import SETTLE_SECS, START_SECS
@@ -229,7 +229,8 @@ class _Run:
         for probe in failed:
             require(False, f"{probe.name} {probe.outcome}: {probe.error}")
         await trio.sleep(SETTLE_SECS)
-        check_idle(self._scenario, self._cluster, self._network)
+        check_idle(self._scenario, self._cluster)
+        check_links(self._scenario, self._network)
 
     @property
     def _may_be_found_out_later(self) -> bool:
