@@ -202,13 +202,6 @@ MUTANTS: Final = (
         "            return False\n",
     ),
     Mutant(
-        "replay-old-lane",
-        "a replay goes on with the decode loop of the lane that was lost",
-        "skippy/frontend/driver.py",
-        "            self._decoding = None\n",
-        "",
-    ),
-    Mutant(
         "forget-peer-timeout",
         "a neighbour that has fallen silent is not given up",
         "skippy/stage/liveness.py",
