@@ -26,7 +26,7 @@ from skippy.cli.stopping import INSIST_SECS
 from skippy.cli.supervise import Supervisor
 from skippy.config import to_json_value
 from tests.support.cluster import ranges_of, toy_config
-from tests.support.processes import Process, children_of, running
+from tests.support.processes import Process, children_of, running, still_running
 from tests.support.toy_skippy import CONTEXT, MODULE, SMALL_BUFFER, Toy, toy_chain
 
 pytestmark = pytest.mark.slow
@@ -263,14 +263,14 @@ class TestCommand:
                 process.popen.wait(INSIST_SECS)
             assert process.stop(signal.SIGINT, 10) == 130
             client.connection.close()
-            assert psutil.wait_procs(children, timeout=10)[1] == []
+            assert still_running(children, 10) == []
 
     def test_a_killed_supervisor_takes_a_stage_with_it_that_does_not_return(self) -> None:
         with toy_run(toy=Toy(stuck_stage=1)) as process:
             children = [psutil.Process(pid) for pid in children_of(process.popen.pid)]
             client = Client.ask(url_of(process))
             process.popen.kill()
-            assert psutil.wait_procs(children, timeout=ORPHAN_SECS + 1)[1] == []
+            assert still_running(children, ORPHAN_SECS + 1) == []
             client.connection.close()
 
     def test_a_native_crash_is_told_as_one(self) -> None:

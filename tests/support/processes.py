@@ -112,3 +112,15 @@ def children_of(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def still_running(processes: Sequence[psutil.Process], timeout: float) -> list[psutil.Process]:
+    """Those that have not ended in time. Orphans that only wait for the system to collect them have."""
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return [process for process in psutil.wait_procs(processes, timeout=timeout)[1] if runs(process)]
