@@ -15,6 +15,7 @@ import trio
 
 from skippy.telemetry import get_logger
 
+from .doorbell import Doorbell
 from .inbox import Inbox
 from .iterations import Iterations
 from .nurseries import open_hidden_nursery
@@ -93,17 +94,19 @@ class RuntimeThread(Runtime):
     """A runtime on an operating-system thread of its own, held for life.
 
     Made by :func:`open_runtime_thread`.
+
+    Attributes:
+        doorbell: by which the event loop hears of what has happened, as this thread stops to need the
+            interpreter.
     """
 
     waits = True
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | Work | None] = queue.SimpleQueue()
-        self._token = trio.lowlevel.current_trio_token()
+        self.doorbell = Doorbell()
         self._iterations: Iterations | None = None
         self._inbox = Inbox()
-        self._told: list[Callable[[], object]] = []
-        """What the event loop is to do: it hears of it as this thread stops to need the interpreter."""
 
     def attach(self, iterations: Iterations) -> None:
         self._iterations = iterations
@@ -140,7 +143,7 @@ class RuntimeThread(Runtime):
         return self._inbox
 
     def tell(self, call: Callable[[], object]) -> None:
-        self._told.append(call)
+        self.doorbell.leave(call)
 
     def _pass_on(self) -> None:
         """Wake the event loop for what it was told.
@@ -148,10 +151,7 @@ class RuntimeThread(Runtime):
         Where that happens any earlier than just before a native call or a wait, the event loop gets the
         interpreter, and the next step begins when it is done with what it has heard.
         """
-        if self._told:
-            told, self._told = self._told, []
-            with contextlib.suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(_call_each, told)
+        self.doorbell.ring()
 
     def work(self) -> None:
         """The thread's body."""
@@ -204,11 +204,6 @@ class RuntimeThread(Runtime):
             self.tell(functools.partial(wake_all, works))
 
 
-def _call_each(calls: list[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
-
-
 def _run_posted(call: Callable[[], object]) -> None:
     try:
         call()
@@ -257,14 +252,25 @@ async def open_runtime_thread() -> AsyncIterator[RuntimeThread]:
             await trio.to_thread.run_sync(runtime.work, limiter=trio.CapacityLimiter(1))
         finished.set()
 
-    async with open_hidden_nursery() as nursery:
-        nursery.start_soon(hold_thread)
-        try:
-            yield runtime
-        finally:
-            runtime.stop()
-            with trio.move_on_after(SHUTDOWN_GRACE_SECS, shield=True):
-                await finished.wait()
-            if not finished.is_set():
-                _log.error("a native call outlived the shutdown grace period", grace_secs=SHUTDOWN_GRACE_SECS)
-                os._exit(70)
+    async def answer() -> None:
+        with answering:
+            await runtime.doorbell.answer()
+
+    # Shielded, too: whoever is cancelled may still have something to wait for.
+    answering = trio.CancelScope(shield=True)
+    with contextlib.closing(runtime.doorbell):
+        async with open_hidden_nursery() as nursery:
+            nursery.start_soon(hold_thread)
+            nursery.start_soon(answer)
+            try:
+                yield runtime
+            finally:
+                runtime.stop()
+                with trio.move_on_after(SHUTDOWN_GRACE_SECS, shield=True):
+                    await finished.wait()
+                if not finished.is_set():
+                    _log.error(
+                        "a native call outlived the shutdown grace period", grace_secs=SHUTDOWN_GRACE_SECS
+                    )
+                    os._exit(70)
+                answering.cancel()

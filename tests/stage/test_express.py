@@ -115,7 +115,7 @@ async def test_a_failure_that_the_next_frame_brings_to_light(monkeypatch: pytest
             runtime = scheduler._runtime
             assert isinstance(runtime, RuntimeThread)
             with monkeypatch.context() as patch:
-                patch.setattr(runtime, "_pass_on", lambda: runtime._told and over.set())
+                patch.setattr(runtime, "_pass_on", lambda: runtime.doorbell._calls and over.set())
                 cluster.engines[1].fail_next = EngineError("out of luck")
                 await driver.send(MessageKind.DECODE_EMBD, len(PROMPT), [65], decode_step=1)
                 await trio.to_thread.run_sync(over.wait)
