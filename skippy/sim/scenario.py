@@ -149,6 +149,8 @@ def draw(
             reply_credit_limit=chance.choice([None, None, 0, 1]),
             async_prefill_forward=chance.random() < 0.8,
             safe_mode=chance.random() < 0.15,
+            # A stage that is dialled and silent may still be loading: that wait has no other end than this.
+            downstream_connect_timeout_secs=10,
             peer_timeout_secs=chance.choice([1.5, 2.0, 4.0]),
             warm_preconnect=chance.random() < 0.25,
             link_token=chance.choice([None, "secret"]),
