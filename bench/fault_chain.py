@@ -178,13 +178,20 @@ async def _read_events(response: httpx.Response) -> Ending:
 
 @contextlib.asynccontextmanager
 async def open_faulty_chain(
-    model: Path, folder: Path, *, stages: int = 3, seed: int = 0, options: Sequence[str] = ()
+    model: Path,
+    folder: Path,
+    *,
+    stages: int = 3,
+    seed: int = 0,
+    options: Sequence[str] = (),
+    front_options: Sequence[str] = (),
 ) -> AsyncIterator[FaultyChain]:
     """Stages of ``model`` in processes of their own, ready to serve.
 
     Args:
         folder: for configuration files and logs.
         options: of every stage's ``skippy serve-binary``.
+        front_options: of stage 0's, besides.
     """
     network = FaultyNetwork(random.Random(seed))
     async with trio.open_nursery() as nursery:
@@ -194,7 +201,7 @@ async def open_faulty_chain(
         own = [f"127.0.0.1:{ports[(stage - 1) % stages][1]}" for stage in range(stages)]
         processes = [
             StageProcess(command, folder / f"stage-{index}.log")
-            for index, command in enumerate(_commands(model, folder, seen, own, options))
+            for index, command in enumerate(_commands(model, folder, seen, own, options, front_options))
         ]
         with contextlib.ExitStack() as stack:
             for process in reversed(processes):
@@ -228,7 +235,12 @@ async def _open_hop(nursery: trio.Nursery, network: FaultyNetwork, hop: int) -> 
 
 
 def _commands(
-    model: Path, folder: Path, seen: Sequence[Endpoint], own: Sequence[str], options: Sequence[str]
+    model: Path,
+    folder: Path,
+    seen: Sequence[Endpoint],
+    own: Sequence[str],
+    options: Sequence[str],
+    front_options: Sequence[str],
 ) -> list[list[str]]:
     """One command per stage: each knows the others by the proxies in front of them."""
     info = SliceInfo.from_file(model)
@@ -245,7 +257,7 @@ def _commands(
         command += ["--topology", str(folder / "topology.json"), *options]
         if index == 0:
             command += ["--openai-bind-addr", "127.0.0.1:0", "--openai-prefill-chunk-policy", "fixed"]
-            command += ["--openai-prefill-chunk-size", str(CHUNK)]
+            command += ["--openai-prefill-chunk-size", str(CHUNK), *front_options]
         commands.append(command)
     return commands
 

@@ -21,6 +21,8 @@ from skippy.sim.watching import FrameWatch, Watched
 
 TRICKLE_SECS = 0.05
 """Between two bytes of a trickling connection."""
+SLOW_BYTES = 400
+"""Of a frame that comes byte by byte; the rest of it comes at once."""
 _READ_BYTES = 64 * 1024
 _RESET = struct.pack("ii", 1, 0)
 
@@ -141,7 +143,9 @@ class Connection:
             self._trickles.add(way)
             await self._send(way, piece.data)
         elif kind is Failure.SLOW:
-            await self._send_bytes(way, piece.data, 0)
+            # All of a large activation would take too long, and tell nothing that its beginning does not.
+            await self._send_bytes(way, piece.data[:SLOW_BYTES], 0)
+            await self._send(way, piece.data[SLOW_BYTES:])
         elif kind in LIES:
             await self._send(way, lie(kind, piece, self._network.chance))
         else:  # whoever is gone, the frame was on its way

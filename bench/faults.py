@@ -1,16 +1,19 @@
 """The failure table on real processes: each fault at each frame of a request on each hop of a chain of three.
 
-Each case runs one request that meets the fault, and others beside it on the other lanes. Green is: the
-request ends as the contract says, within the detection deadline and a second; the others get what they would
-get alone; /readyz tells the truth; every lane comes back; the next request on each is answered right.
+Each case runs one request that meets the fault, and others beside it on the other lanes. Green is: with
+replay the request is answered right, without it may also end by an error of its own kind, within the
+detection deadline and a second; the others get what they would get alone; /readyz tells the truth; every lane
+comes back; the next request on each is answered right.
 
     python -m bench.faults             # a sample
     python -m bench.faults --whole     # every frame of a request on every hop and way
+    python -m bench.faults --no-replay # requests that are lost stay lost
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import re
@@ -25,14 +28,14 @@ import trio
 from skippy.cli.demo import find_model
 from skippy.protocol import Message, MessageKind, ReplyKind
 from skippy.sim.faults import Direction
-from skippy.sim.lies import Failure
+from skippy.sim.lies import LIES, Failure
 from skippy.sim.watching import Place, Strike
 
 from .common import RESULTS, Report, table
 from .fault_chain import LANES, Ending, FaultyChain, open_faulty_chain
 
 STAGES = 3
-PEER_TIMEOUT_SECS = 1
+PEER_TIMEOUT_SECS = 2
 SLACK_SECS = 1.0
 """Beyond the detection deadline."""
 BACK_SECS = 90
@@ -44,7 +47,8 @@ OTHER = "a b c d e f g h i j k l m n o p"
 LONGER_THAN_OTHER = 24
 """Tokens: PROMPT has more, OTHER fewer."""
 SAMPLE = 40
-OPTIONS: list[str] = []
+OPTIONS = ["--peer-timeout-secs", str(PEER_TIMEOUT_SECS)]
+NO_REPLAY = "--no-replay-on-stage-loss"
 
 
 @attrs.frozen
@@ -81,10 +85,15 @@ def is_followed(message: Message) -> bool:
 
 
 class Bench:
-    """Runs cases on one chain, one after the other."""
+    """Runs cases on one chain, one after the other.
 
-    def __init__(self, chain: FaultyChain) -> None:
+    Args:
+        replay: whether the chain replays requests.
+    """
+
+    def __init__(self, chain: FaultyChain, *, replay: bool) -> None:
         self._chain = chain
+        self._replay = replay
         self._right: dict[str, str] = {}
         self.trace: dict[tuple[int, Direction], list[MessageKind | ReplyKind]] = {}
 
@@ -95,22 +104,8 @@ class Bench:
             ending = await self._chain.ask(prompt, TOKENS)
             assert ending.kind == "normal", ending
             self._right[prompt] = ending.text
-        await self._all_lanes()  # the Stop of the request before has come everywhere now
+        await self._ask_on_all_lanes()  # the Stop of the request before has come everywhere now
         self.trace = {key: list(kinds) for key, kinds in self._chain.network.trace.items()}
-
-    async def _all_lanes(self) -> list[str]:
-        """Ask on all lanes at once; what was wrong."""
-        wrong: list[str] = []
-
-        async def one() -> None:
-            ending = await self._chain.ask(OTHER, TOKENS)
-            if ending.kind != "normal" or ending.text != self._right[OTHER]:
-                wrong.append(f"the next request ended with {ending}")
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(LANES):
-                nursery.start_soon(one)
-        return wrong
 
     async def run(self, case: Case) -> Result:
         chain, network = self._chain, self._chain.network
@@ -120,7 +115,6 @@ class Bench:
             await chain.wait_whole()
         network.follow(is_followed, Strike(case.failure, case.place, self._then(case)))
         others: list[Ending] = []
-        ended: dict[str, tuple[Ending, float]] = {}
         async with trio.open_nursery() as nursery:
 
             async def beside() -> None:
@@ -128,13 +122,17 @@ class Bench:
 
             for _ in range(LANES - 1):
                 nursery.start_soon(beside)
-            ended["it"] = (await chain.ask(PROMPT, TOKENS), trio.current_time())
-        ending, at = ended["it"]
-        with trio.move_on_after(PEER_TIMEOUT_SECS):  # a fault on its Stop comes after the answer
-            await network.wait_until(lambda: network.struck)
+            if case.victim is not None:
+                nursery.start_soon(self._start_again, case.victim, wrong)
+            ending = await chain.ask(PROMPT, TOKENS)
+            ended = trio.current_time()
+            with trio.move_on_after(PEER_TIMEOUT_SECS):  # a fault on its Stop comes after the answer
+                await network.wait_until(lambda: network.struck)
+            if not network.struck:
+                nursery.cancel_scope.cancel()
         if not network.struck:
             return Result(case, ending.kind, 0.0, ["the frame never came"])
-        secs = max(0.0, at - network.struck_at)
+        secs = max(0.0, ended - network.struck_at)
         wrong += self._judge(case, ending, secs)
         wrong += self._judge_others(case, others)
         if case.victim is None and not await chain.ready():
@@ -145,9 +143,18 @@ class Bench:
     def _then(self, case: Case) -> Callable[[], None]:
         return (lambda: None) if case.victim is None else self._chain.stages[case.victim].kill
 
+    async def _start_again(self, victim: int, wrong: list[str]) -> None:
+        """Once the stage is gone, and that was told, start it."""
+        network = self._chain.network
+        await network.wait_until(lambda: network.struck and network.admitted(0) == 0)
+        if await self._chain.ready():
+            wrong.append("/readyz says yes without a stage")
+        await trio.to_thread.run_sync(self._chain.stages[victim].restart)
+
     def _judge(self, case: Case, ending: Ending, secs: float) -> list[str]:
         right, wrong = self._right[PROMPT], []
-        if ending.kind == "broken" or (case.failure.harmless and ending.kind != "normal"):
+        must_be_normal = self._replay or case.failure.harmless
+        if ending.kind == "broken" or (must_be_normal and ending.kind != "normal"):
             wrong.append(f"it ended with {ending}")
         if ending.text != right if ending.kind == "normal" else not right.startswith(ending.text):
             wrong.append(f"its text is {ending.text!r}, not {right!r}")
@@ -158,31 +165,45 @@ class Bench:
     def _judge_others(self, case: Case, others: Sequence[Ending]) -> list[str]:
         """On the lanes beside; a stage that is gone takes those with it."""
         right = self._right[OTHER]
+        may_fail = case.victim is not None and not self._replay
         return [
             f"beside it: {ending}"
             for ending in others
             if (ending.kind == "normal" and ending.text != right)
             or ending.kind == "broken"
-            or (ending.kind != "normal" and case.victim is None)
+            or (ending.kind != "normal" and not may_fail)
         ]
 
     async def _recover(self, case: Case) -> list[str]:
-        """Start again what is gone, and see whether all is as it was."""
-        chain = self._chain
-        wrong = []
+        """See whether all is as it was."""
+        wrong: list[str] = []
         with trio.move_on_after(BACK_SECS) as scope:
-            if case.victim is not None:
-                await chain.network.wait_until(lambda: chain.network.admitted(0) == 0)
-                if await chain.ready():
-                    wrong.append("/readyz says yes without a stage")
-                await trio.to_thread.run_sync(chain.stages[case.victim].restart)
-            await chain.wait_whole()
-            wrong += await self._all_lanes()
-            if not await chain.ready():
+            await self._chain.wait_whole()
+            failed = await self._ask_on_all_lanes()
+            if failed and case.failure in LIES and not self._replay and case.place.index >= 0:
+                # A lie about the end of a request can only be seen by what comes next on that lane.
+                await self._chain.wait_whole()
+                failed = failed[1:] or await self._ask_on_all_lanes()
+            wrong += [f"the next request ended with {ending}" for ending in failed]
+            if not await self._chain.ready():
                 wrong.append("/readyz says no when all is well again")
         if scope.cancelled_caught:
             wrong.append(f"the chain was not whole again after {BACK_SECS} s")
         return wrong
+
+    async def _ask_on_all_lanes(self) -> list[Ending]:
+        """Ask on all lanes at once; the endings that are not right."""
+        failed: list[Ending] = []
+
+        async def one() -> None:
+            ending = await self._chain.ask(OTHER, TOKENS)
+            if ending.kind != "normal" or ending.text != self._right[OTHER]:
+                failed.append(ending)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(LANES):
+                nursery.start_soon(one)
+        return failed
 
 
 def all_cases(trace: Mapping[tuple[int, Direction], Sequence[MessageKind | ReplyKind]]) -> list[Case]:
@@ -216,9 +237,11 @@ def sample_of(cases: Sequence[Case], count: int, chance: random.Random) -> list[
     return taken
 
 
-async def run_cases(chain: FaultyChain, choose: Callable[[list[Case]], list[Case]]) -> list[Result]:
+async def run_cases(
+    chain: FaultyChain, choose: Callable[[list[Case]], list[Case]], *, replay: bool
+) -> list[Result]:
     """The results of the chosen ones among all cases."""
-    bench = Bench(chain)
+    bench = Bench(chain, replay=replay)
     await bench.learn()
     results = []
     for case in choose(all_cases(bench.trace)):
@@ -246,11 +269,16 @@ def show(results: Sequence[Result]) -> str:
     return table(["fault", *columns], rows)
 
 
-async def run_table(model: Path, choose: Callable[[list[Case]], list[Case]], seed: int) -> list[Result]:
+async def run_table(
+    model: Path, choose: Callable[[list[Case]], list[Case]], seed: int, *, replay: bool
+) -> list[Result]:
     """Start a chain, run the cases, stop it."""
+    front = [] if replay else [NO_REPLAY]
     with tempfile.TemporaryDirectory() as folder:
-        async with open_faulty_chain(model, Path(folder), stages=STAGES, seed=seed, options=OPTIONS) as chain:
-            return await run_cases(chain, choose)
+        async with open_faulty_chain(
+            model, Path(folder), stages=STAGES, seed=seed, options=OPTIONS, front_options=front
+        ) as chain:
+            return await run_cases(chain, choose, replay=replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -264,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="chooses the sample and what lies say"
     )
+    parser.add_argument("--no-replay", action="store_true", help="requests that are lost stay lost")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS}")
     options = parser.parse_args(arguments)
 
@@ -273,7 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return named
         return sample_of(named, options.sample, random.Random(options.seed))
 
-    results = trio.run(run_table, find_model(options.model), choose, options.seed)
+    run = functools.partial(run_table, replay=not options.no_replay)
+    results = trio.run(run, find_model(options.model), choose, options.seed)
     report = Report(options.out, "faults")
     report.add(show(results))
     red = [result for result in results if result.wrong]

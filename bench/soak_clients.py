@@ -98,11 +98,11 @@ async def one_request(target: Target, habit: Habit, chance: random.Random) -> Ou
 
 
 def _body(target: Target, habit: Habit, chance: random.Random) -> dict[str, Any]:
-    words = chance.choice([2, 10, 60])
+    words = chance.choice([2, 10, 40])
     body: dict[str, Any] = {
         "model": target.model,
         "prompt": " ".join(chance.choice(["sea", "sky", "one", "two", "red"]) for _ in range(words)),
-        "max_tokens": chance.choice([4, 12, 30]),
+        "max_tokens": chance.choice([2, 6, 12]),
         "temperature": chance.choice([0, 0.8]),
         "ignore_eos": True,
         "stream": True,
@@ -123,15 +123,15 @@ async def _use(stream: trio.SocketStream, target: Target, habit: Habit, chance: 
         return Outcome(habit, "left")
     await stream.send_all(whole)
     if habit is Habit.LEAVE_EARLY:
-        await trio.sleep(chance.uniform(0, 0.3))
+        await trio.sleep(chance.uniform(0, 0.2))
         return Outcome(habit, "left")
     if habit is Habit.HALF_CLOSE:
         await stream.send_eof()
     if habit is Habit.STALL:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await trio.sleep(chance.uniform(0.5, 2))
+        await trio.sleep(chance.uniform(0.2, 1))
         return Outcome(habit, "left")
-    wanted = chance.randrange(1, 9) if habit in (Habit.LEAVE, Habit.RESET) else None
+    wanted = chance.randrange(1, 6) if habit in (Habit.LEAVE, Habit.RESET) else None
     return await _read(stream, habit, wanted)
 
 

@@ -12,6 +12,7 @@ import attrs
 
 from skippy.protocol import (
     ANNEX_EXTENSION,
+    LIVENESS_EXTENSION,
     READY_WORD,
     AdmissionAnswer,
     AdmissionRequest,
@@ -124,15 +125,19 @@ class ConnectionCutter:
         if self.request is None or not self.answer.accepted:
             self._plain = True
         elif self.request.role is ConnectionRole.LANE:
-            self._decoders[Direction.FORWARD] = MessageDecoder(self.request.activation_width)
+            width, heartbeats = self.request.activation_width, self._agreed(LIVENESS_EXTENSION)
+            self._decoders[Direction.FORWARD] = MessageDecoder(width, heartbeats=heartbeats)
             self._decoders[Direction.BACK] = self._reply_decoder()
         else:
-            self._decoders[Direction.FORWARD] = MessageDecoder(0)
-            self._decoders[Direction.BACK] = self._reply_decoder()  # where nothing comes
+            self._decoders[Direction.FORWARD] = MessageDecoder(0, heartbeats=self._agreed(LIVENESS_EXTENSION))
+            self._decoders[Direction.BACK] = self._reply_decoder()  # where only heartbeats come
+
+    def _agreed(self, extension: str) -> bool:
+        return self.answer is not None and extension in self.answer.extensions
 
     def _reply_decoder(self) -> ReplyDecoder:
-        assert self.answer is not None
-        return AnnexedReplyDecoder() if ANNEX_EXTENSION in self.answer.extensions else ReplyDecoder()
+        decoder = AnnexedReplyDecoder if self._agreed(ANNEX_EXTENSION) else ReplyDecoder
+        return decoder(heartbeats=self._agreed(LIVENESS_EXTENSION))
 
     # -- frames ----------------------------------------------------------------------------------------
 

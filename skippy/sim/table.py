@@ -23,6 +23,7 @@ import trio
 from skippy.config import OpenAIOptions, StageOptions
 from skippy.frontend.generation import GenerationRequest
 from skippy.protocol import Message, MessageKind, ReplyKind
+from skippy.stage.context import HANDSHAKE_SECS
 
 from .clients import Client
 from .cluster import SimCluster
@@ -228,6 +229,8 @@ class _Run:
             failed = [probe for probe in await self._probe_all() if probe.outcome != "completed"]
         for probe in failed:
             require(False, f"{probe.name} {probe.outcome}: {probe.error}")
+        if self._cell is not None and self._cell.place.index < 0:
+            await trio.sleep(HANDSHAKE_SECS)  # by then a return stream that says nothing is given up
         await trio.sleep(SETTLE_SECS)
         check_idle(self._scenario, self._cluster)
         check_links(self._scenario, self._network)

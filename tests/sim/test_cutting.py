@@ -1,4 +1,4 @@
-"""Connections cut into frames, whatever the pieces that their bytes come in."""
+"""Connections cut into frames, whatever the pieces that their bytes come in. Heartbeats are no frames."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import (
+    ANNEX_EXTENSION,
+    LIVENESS_EXTENSION,
     AdmissionRequest,
     ConnectionRole,
     DialerHandshake,
@@ -22,6 +24,7 @@ from skippy.protocol import (
     ReplyAnnex,
     default_state,
     encode_annexed_reply,
+    encode_heartbeat,
     encode_message,
     encode_reply,
 )
@@ -34,6 +37,7 @@ from tests.support.cluster import ranges_of, toy_config
 WIDTH = ToyEngine(2, 4, 6).info.input_width
 ENDPOINTS = [f"127.0.0.1:{20_000 + index}" for index in range(3)]
 ACK = encode_reply(Reply.ack())
+BEAT = encode_heartbeat(10_000)
 TOKEN = encode_annexed_reply(Reply.predicted_token(5), ReplyAnnex(finish_hint=FinishHint.MUST_END))
 
 
@@ -62,6 +66,7 @@ def shaken(role: ConnectionRole) -> tuple[AdmissionRequest, LoadedStage]:
     start, end = ranges_of(3)[index]
     config = toy_config(index, ranges_of(3), ENDPOINTS)
     loaded = engine_admission(config, ToyEngine(start, end, 6).info).loaded
+    loaded = attrs.evolve(loaded, extensions=(LIVENESS_EXTENSION, ANNEX_EXTENSION))
     request = AdmissionRequest(
         role=role,
         sender_id="test",
@@ -99,11 +104,17 @@ def stream(role: ConnectionRole, token: bytes | None) -> list[tuple[Direction, b
             dialer.receive_data(back)
     if role is ConnectionRole.RETURN:
         opening = frame(MessageKind.PREDICTION_RETURN_OPEN)
-        return [*parts, *((Direction.FORWARD, data) for data in (opening, TOKEN, TOKEN))]
+        return [
+            *parts,
+            *((Direction.FORWARD, data) for data in (opening, TOKEN, BEAT, TOKEN)),
+            (Direction.BACK, BEAT),
+        ]
     return [
         *parts,
+        (Direction.FORWARD, BEAT),
         (Direction.FORWARD, frame(MessageKind.PREFILL_EMBD, (1, 2, 3))),
-        (Direction.BACK, ACK),
+        (Direction.BACK, BEAT + BEAT + ACK),
+        (Direction.FORWARD, BEAT),
         (Direction.FORWARD, frame(MessageKind.DECODE_EMBD, (4,))),
         (Direction.FORWARD, frame(MessageKind.STOP)),
         (Direction.BACK, ACK),
