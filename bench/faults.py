@@ -228,13 +228,14 @@ def sample_of(cases: Sequence[Case], count: int, chance: random.Random) -> list[
             places.setdefault(hop_name(case.place), []).append(case)
         groups[kind] = list(places.values())
         chance.shuffle(groups[kind])
-    taken = []
-    for turn in range(count):
-        kinds = list(groups)
-        hops = groups[kinds[turn % len(kinds)]]
-        hop = hops[turn // len(kinds) % len(hops)]
-        taken.append(hop.pop(chance.randrange(len(hop))))
-    return taken
+    taken: list[Case] = []
+    for turn in itertools.count():
+        for hops in groups.values():
+            if len(taken) == min(count, len(cases)):
+                return taken
+            if hop := hops[turn % len(hops)]:
+                taken.append(hop.pop(chance.randrange(len(hop))))
+    raise AssertionError("unreachable")
 
 
 async def run_cases(
