@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from skippy.config import Endpoint, WireConditions
-from skippy.stage.links import ConditionedTransport, Link, LinkClosed, MemoryTransport
+from skippy.stage.links import ConditionedTransport, Link, LinkClosed, MemoryTransport, TcpTransport
 from skippy.stage.links.conditioned import MAX_HELD_BYTES, FrameTimes
 
 
@@ -126,3 +126,30 @@ def test_frames_never_overtake_each_other() -> None:
     times = FrameTimes(WireConditions(jitter_ms=50), 7)
     arrived = [times.arrival(number * 0.001, 100) for number in range(200)]
     assert arrived == sorted(arrived)
+
+
+async def test_the_engines_thread_sends_and_receives_too() -> None:
+    """Over TCP: frames sent in turn by two threads keep their order, and what comes shows on the socket."""
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            transport = ConditionedTransport(TcpTransport(), WireConditions(delay_ms=1), nursery)
+            listener = await transport.listen(Endpoint("127.0.0.1", 0))
+            near = await transport.connect(listener.endpoint)
+            far = await listener.accept()
+            assert near.sends_from_any_thread
+            for number in range(0, 20, 2):
+                assert await trio.to_thread.run_sync(near.send_nowait, [bytes([number])]) == []
+                assert near.send_nowait([bytes([number + 1])]) == []
+            received = bytearray(20)
+            count = 0
+            while count < 20:
+                count += await far.receive_into(memoryview(received)[count:])
+            assert received == bytes(range(20))
+            await far.send([b"back"])
+            assert near.descriptor is not None
+            await trio.lowlevel.wait_readable(near.descriptor)
+            buffer = memoryview(bytearray(9))
+            assert await trio.to_thread.run_sync(near.receive_nowait, buffer) == 4
+            for end in (near, far, listener):
+                end.close()
+            nursery.cancel_scope.cancel()

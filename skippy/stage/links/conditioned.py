@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -76,6 +78,10 @@ class ConditionedLink(Link):
     def __init__(self, inner: Link, conditions: WireConditions, stream: int) -> None:
         self._inner = inner
         self._times = FrameTimes(conditions, stream)
+        self._sending = threading.Lock()
+        self._clock = trio.lowlevel.current_clock()
+        self._token = trio.lowlevel.current_trio_token()
+        self._home = threading.get_ident()
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._held = 0
         self._changed = trio.lowlevel.ParkingLot()
@@ -94,23 +100,37 @@ class ConditionedLink(Link):
             await self._changed.park()
             buffers = rest
 
+    @property
+    def sends_from_any_thread(self) -> bool:
+        return True
+
     def send_nowait(self, buffers: Sequence[Buffer]) -> list[memoryview]:
         """Takes all or, while too much is on its way, nothing."""
-        if self._failure is not None:
-            raise LinkClosed(f"sending to {self.peer} failed: {self._failure}")
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         size = sum(view.nbytes for view in views)
-        if self._held and self._held + size > MAX_HELD_BYTES:
-            return views
-        if size:
+        with self._sending:
+            if self._failure is not None:
+                raise LinkClosed(f"sending to {self.peer} failed: {self._failure}")
+            if self._held and self._held + size > MAX_HELD_BYTES:
+                return views
+            if not size:
+                return []
             self._held += size
-            due, wire = self._times.arrival(trio.current_time(), size), self._times.wire_secs(size)
+            due, wire = self._times.arrival(self._clock.current_time(), size), self._times.wire_secs(size)
             data, pieces = b"".join(views), max(1, math.ceil(wire / PIECE_SECS))
             for index in range(pieces):
                 piece = data[size * index // pieces : size * (index + 1) // pieces]
                 self._pieces.append((due - wire * (pieces - 1 - index) / pieces, piece))
-            self._changed.unpark_all()
+        self._tell()
         return []
+
+    def _tell(self) -> None:
+        """Wake who waits for a change; from another thread that takes a while, which the frame has."""
+        if threading.get_ident() == self._home:
+            self._changed.unpark_all()
+        else:
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._changed.unpark_all, idempotent=True)
 
     async def receive_into(self, buffer: memoryview) -> int:
         return await self._inner.receive_into(buffer)
@@ -118,6 +138,13 @@ class ConditionedLink(Link):
     @property
     def arrived(self) -> int | None:
         return self._inner.arrived
+
+    @property
+    def descriptor(self) -> int | None:
+        return self._inner.descriptor
+
+    def receive_nowait(self, buffer: memoryview, *, ready: bool = False) -> int | None:
+        return self._inner.receive_nowait(buffer, ready=ready)
 
     async def run(self) -> None:
         """Deliver until the link takes nothing more; what it brings can still be received then."""
@@ -129,10 +156,11 @@ class ConditionedLink(Link):
                 due, data = self._pieces[0]
                 await trio.sleep_until(due)
                 await self._inner.send([data])
-                if self._failure is None:
-                    self._pieces.popleft()
-                    self._held -= len(data)
-                    self._changed.unpark_all()
+                with self._sending:
+                    if self._failure is None:
+                        self._pieces.popleft()
+                        self._held -= len(data)
+                self._changed.unpark_all()
         except LinkClosed as exc:
             self._end(str(exc))
         except BaseException:
@@ -144,8 +172,9 @@ class ConditionedLink(Link):
         self._inner.close()
 
     def _end(self, reason: str) -> None:
-        self._failure = self._failure or reason
-        self._pieces.clear()
+        with self._sending:
+            self._failure = self._failure or reason
+            self._pieces.clear()
         self._changed.unpark_all()
 
 
