@@ -21,9 +21,10 @@ import trio
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, to_json_value
 
 from .obituary import obituary
+from .stage_lines import StageLine
 
 LAST_LINES = 12
-MAX_LINE = 2000
+MAX_LINE = 8192
 CRASH = "Fatal Python error"
 """How the word begins that Python leaves when native code crashes; its stack follows."""
 
@@ -54,12 +55,14 @@ class Child:
         openai_listener: the HTTP socket (stage 0 only).
         command: what to run; the child's options are appended. (``-P``: a module in the working directory
             must not stand in for one of ours.)
-        tail: the last lines it wrote to stderr; after a crash, the first ones about that.
+        tail: the last lines it wrote to stderr that may say why it ends; after a crash, the first ones about
+            that.
         process: its last life; None before the first.
         alive: whether that goes on.
         loaded: bytes of its model part that are loaded, and all of them; zeros before it has begun.
         handles_signals: it has come so far that SIGUSR1 does not kill it.
         served_since: when its model was loaded and its port was served, on Trio's clock; None before.
+        overdue: it was killed by this process, because it did not stop in time.
     """
 
     config: StageConfig
@@ -72,6 +75,7 @@ class Child:
     loaded: tuple[int, int] = (0, 0)
     handles_signals: bool = False
     served_since: float | None = None
+    overdue: bool = False
 
     @property
     def name(self) -> str:
@@ -130,7 +134,7 @@ class Observer(Protocol):
     def statistics(self, counts: dict[str, Any]) -> None:
         """The answer to SIGUSR1."""
 
-    def line(self, child: Child, text: str) -> None:
+    def line(self, child: Child, line: StageLine) -> None:
         """It has written to stderr."""
 
 
@@ -168,7 +172,7 @@ async def live(
         OSError: it cannot be started.
     """
     child.tail.clear()
-    child.handles_signals, child.served_since = False, None
+    child.handles_signals, child.served_since, child.overdue = False, None, False
     status_read, status_write = os.pipe()
     status = trio.lowlevel.FdStream(status_read)
     async with status:
@@ -195,7 +199,7 @@ async def live(
     since = child.served_since
     return End(
         returncode=process.returncode or 0,
-        words=obituary(process.returncode or 0, child.tail),
+        words=obituary(process.returncode or 0, child.tail, overdue=child.overdue),
         served_secs=None if since is None else trio.current_time() - since,
     )
 
@@ -277,7 +281,9 @@ def _take_lines(child: Child, lines: Sequence[bytes], observer: Observer) -> Non
         text = line[-MAX_LINE:].decode(errors="replace").rstrip()
         if text.startswith(CRASH):
             child.tail.clear()
+        parsed = StageLine.parse(text)
         # A crash's first lines say most: its stack begins where it happened.
-        if len(child.tail) < LAST_LINES or not child.tail[0].startswith(CRASH):
+        full = len(child.tail) == LAST_LINES and child.tail[0].startswith(CRASH)
+        if parsed.may_explain_an_end and not full:
             child.tail.append(text)
-        observer.line(child, text)
+        observer.line(child, parsed)

@@ -8,6 +8,7 @@ from typing import Final
 
 UNRETURNED: Final = 70
 """Exit status of a process in which something did not return within the grace period; ``EX_SOFTWARE``."""
+OVERDUE: Final = "was killed because it did not stop within the grace period"
 
 _HINTS: Final = {
     signal.SIGKILL: "perhaps out of memory",
@@ -31,9 +32,13 @@ def manner_of_death(returncode: int) -> str:
     return f"exited with status {returncode}{hint}"
 
 
-def obituary(returncode: int, tail: Sequence[str]) -> str:
-    """Its :func:`manner_of_death`, with its own error if it gave one, else with its last lines."""
-    ended = manner_of_death(returncode)
+def obituary(returncode: int, tail: Sequence[str], *, overdue: bool = False) -> str:
+    """Its :func:`manner_of_death`, with its own error if it gave one, else with its last lines.
+
+    Args:
+        overdue: SIGKILL was ours, at the end of the grace period.
+    """
+    ended = OVERDUE if overdue and returncode == -signal.SIGKILL else manner_of_death(returncode)
     words = [line for line in tail if line.strip()]
     for line in reversed(words):
         if returncode > 0 and line.startswith("error: "):

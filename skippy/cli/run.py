@@ -79,7 +79,7 @@ DEMO_ONLY = (
     metavar="N",
     help="Give up when a stage has crashed once more in a row.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Show the stages' logs.")
+@click.option("-v", "--verbose", is_flag=True, help="Show all of the stages' logs, not only their warnings.")
 @flags.config_option
 @flags.topology_option
 @click.option(

@@ -17,6 +17,7 @@ from .errors import USAGE, CliError
 from .launch import Chain, Child, End, Notice, live
 from .obituary import UNRETURNED
 from .restarts import RestartPolicy, Restarts
+from .stage_lines import StageLine, Warnings
 from .statistics import STATISTICS_SIGNAL, answer_statistics_signal, log_statistics, process_statistics
 
 log = get_logger("skippy")
@@ -30,7 +31,8 @@ class Supervisor:
 
     Args:
         chain: what to run.
-        relay: copy what children write to stderr to this process's stderr.
+        relay: copy all that children write to stderr to this process's stderr; else only their warnings, to
+            its log.
         ready: called once, when stage 0, and with it the whole chain, is ready for the first time.
         loading: called when a child's ``loaded`` has changed.
 
@@ -49,6 +51,9 @@ class Supervisor:
     ) -> None:
         self._chain = chain
         self._relay = relay
+        self._warnings = {
+            name: Warnings(name) for name in (child.config.stage_id for child in chain.children)
+        }
         self._tell_ready = ready
         self._tell_loading = loading
         self._policy = policy or RestartPolicy()
@@ -177,6 +182,7 @@ class Supervisor:
                 await self._front_over.wait()
         process.terminate()
         await trio.sleep_until(self._deadline)
+        child.overdue = True
         process.kill()
 
     # -- as Observer -----------------------------------------------------------------------------------
@@ -200,9 +206,11 @@ class Supervisor:
     def statistics(self, counts: dict[str, Any]) -> None:
         log_statistics(counts)
 
-    def line(self, child: Child, text: str) -> None:
+    def line(self, child: Child, line: StageLine) -> None:
         if self._relay:
-            click.echo(f"[{child.config.stage_id}] {text}", err=True)
+            click.echo(f"[{child.config.stage_id}] {line.text}", err=True)
+        else:
+            self._warnings[child.config.stage_id].take(line)
 
     def _tell_statistics(self) -> None:
         """Log counts of this process, and ask the stages, whose answers come on their status pipes."""

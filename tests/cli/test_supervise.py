@@ -146,12 +146,39 @@ open({str(report)!r}, "w").write(json.dumps([settings, listeners, sys.argv]))
         assert told == []
 
     async def test_relayed_lines_name_their_stage(self, capsys: pytest.CaptureFixture[str]) -> None:
-        chain = make_chain('sys.stderr.write("one\\ntwo" + "x" * 5000); sys.exit(1)')
+        chain = make_chain('sys.stderr.write("one\\ntwo" + "x" * 20000); sys.exit(1)')
         with pytest.raises(ExceptionGroup):
             await run(chain, relay=True)
         first, second = capsys.readouterr().err.splitlines()
         assert first == "[stage-0] one"
         assert second == "[stage-0] " + "x" * launch.MAX_LINE
+
+    async def test_warnings_of_stages_are_logged_once_in_a_while(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Their other lines are not, and a flood of warnings is cut off."""
+        script = """
+def entry(level, event, **fields):
+    entry = {"event": event, "level": level, "timestamp": time.time_ns(), **fields}
+    print(json.dumps(entry), file=sys.stderr)
+entry("info", "the boundary is read by C")
+for _ in range(9): entry("warning", "a lane was lost", reason="stage 2 sent nothing for 10 s")
+entry("error", "a fault", exception="Traceback:\\n  File\\nValueError: why")
+print("native words", file=sys.stderr)
+for number in range(30): entry("warning", "another", number=number)
+sys.exit(1)
+"""
+        with pytest.raises(ExceptionGroup):
+            await run(make_chain(script))
+        logged = [(record.levelname, record.msg) for record in caplog.records if record.name == "skippy"]
+        told = [{k: v for k, v in msg.items() if k not in ("level", "timestamp")} for _, msg in logged]
+        assert told[:2] == [
+            {"event": "[stage-0] a lane was lost", "reason": "stage 2 sent nothing for 10 s"},
+            {"event": "[stage-0] a fault", "exception": "ValueError: why"},
+        ]
+        assert [level for level, _ in logged[:3]] == ["WARNING", "ERROR", "WARNING"]
+        assert [entry.get("number") for entry in told[2:]] == [*range(18), None]
+        assert told[-1]["event"].startswith("[stage-0] warns of more than is shown here")
 
     async def test_a_program_that_does_not_exist(self) -> None:
         chain = make_chain(["/no/such/program"], READY + UNTIL_PARENT_ENDS)
@@ -323,9 +350,15 @@ sys.stdin.buffer.read()
 
 
 class TestStopping:
-    async def test_a_child_that_does_not_stop_is_killed(self) -> None:
+    async def test_a_child_that_does_not_stop_is_killed(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The log says so, and with its last words, but not with entries that warn of nothing."""
+        words = """
+print("stuck", file=sys.stderr)
+print(json.dumps({"event": "the boundary is read by C", "level": "info"}), file=sys.stderr, flush=True)
+"""
         chain = make_chain(
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(60)", grace_secs=0.1
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + words + READY + "time.sleep(60)",
+            grace_secs=0.1,
         )
         supervisor = Supervisor(chain, relay=False, ready=lambda: scope.cancel(), loading=lambda: None)
         with trio.CancelScope() as scope, trio.fail_after(30):
@@ -335,6 +368,12 @@ class TestStopping:
         assert process.returncode == -9
         assert not psutil.pid_exists(process.pid)
         assert supervisor.unreturned
+        [entry] = [record.msg for record in caplog.records if record.name == "skippy"]
+        assert isinstance(entry, dict)
+        assert entry["reason"] == (
+            "stage-0 (layers 0:1) was killed because it did not stop within the grace period; "
+            "its last lines were:\n  stuck"
+        )
 
     async def test_a_stopped_child_is_killed_too(self) -> None:
         """Stopped as by SIGSTOP: no signal but SIGKILL reaches it."""
