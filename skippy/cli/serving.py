@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import socket
 from collections.abc import Callable
@@ -60,7 +61,8 @@ def serve_one(
         outage: as for :func:`skippy.embed.open_openai`.
     """
     # A native crash says where Python was; the supervisor keeps the last lines of its stages.
-    faulthandler.enable(all_threads=False)
+    with contextlib.suppress(io.UnsupportedOperation):  # a host's stderr may be no file
+        faulthandler.enable(all_threads=False)
     level = Level.parse(options.telemetry_level)
     configure_logging(debug=level is Level.DEBUG or STDERR_VARIABLE in os.environ)
     context = {"run_id": config.run_id, "stage_id": config.stage_id}

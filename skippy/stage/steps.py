@@ -116,10 +116,12 @@ class Steps:
 
     def settle(self) -> bool:
         """Settle what :meth:`start_decode` gave the engine; False while the engine is at it. Never waits."""
+        self.revoke_relay()
         return self._started is None or self._started.settle()
 
     async def wait_started(self) -> None:
         """Wait until the engine is done with what :meth:`start_decode` gave it."""
+        self.revoke_relay()
         if self._started is not None:
             await self._started.wait()
 

@@ -121,5 +121,8 @@ def test_a_chain_of_processes_answers_for_itself_and_every_stage(bundled_model: 
         counts = statistics_lines(served.process)
     assert counts[None]["children"] == 3
     assert counts[None]["pid"] == served.process.popen.pid
-    assert [counts[f"stage-{i}"]["lanes"] for i in range(3)] == [{"idle": 2}] * 3
+    for index in range(3):  # ready means that one lane is through; the other one may still be on its way
+        lanes = counts[f"stage-{index}"]["lanes"]
+        assert set(lanes) <= {"idle", "connecting"}
+        assert 1 <= lanes["idle"] <= sum(lanes.values()) <= 2
     assert [counts[f"stage-{i}"]["free_sequences"] for i in range(3)] == [2] * 3

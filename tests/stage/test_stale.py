@@ -17,11 +17,12 @@ from skippy.protocol import (
     MessageKind,
     Reply,
     ReplyAnnex,
+    ReplyDecoder,
     ReplyKind,
 )
 from skippy.stage import StageError
 from skippy.stage.framing import receive_message
-from skippy.stage.links import TcpTransport
+from skippy.stage.links import Link, TcpTransport
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.driver import Driver, dial_driver, driver_of, unmeasured
@@ -157,6 +158,9 @@ class Returned:
 
     replies: list[Reply] = attrs.field(factory=list)
     arrived: trio.Event = attrs.field(factory=trio.Event)
+
+    def open_relay(self, link: Link, decoder: ReplyDecoder) -> None:
+        """Nothing follows by itself here."""
 
     def deliver_prediction(self, reply: Reply, annex: ReplyAnnex | None) -> None:
         self.replies.append(reply)
