@@ -19,6 +19,8 @@ log = get_logger("skippy.frontend")
 REPLY_TIMEOUT_SECS = 300.0
 """Longest wait for one reply of the chain: far above a slow prefill, below what HTTP clients wait."""
 RETRY_PAUSE_SECS = 0.5
+MAX_RETRY_PAUSE_SECS = 10.0
+"""The pause doubles up to this while a lane is refused: what was compared does not change by waiting."""
 
 
 class LocalReplies:
@@ -112,6 +114,8 @@ class LanePool:
         self._watchers: list[Callable[[PooledLane], None]] = []
         self._last_error: str | None = None
         self._reported: str | None = None
+        self._lost: str | None = None
+        """Why idle lanes were lost, as the log has it since the pool was last whole."""
         self.on_request_over: Callable[[ReplyStats], object] = lambda _: None
 
     @property
@@ -182,10 +186,12 @@ class LanePool:
             changed(pooled)
 
     async def _keep_lane(self) -> None:
+        pause = RETRY_PAUSE_SECS
         while True:
-            began = trio.current_time()
+            began, next_pause = trio.current_time(), min(2 * pause, MAX_RETRY_PAUSE_SECS)
             try:
                 await self._one_lane()
+                pause = next_pause = RETRY_PAUSE_SECS
             except* StageError as group:
                 self._last_error = str(next(leaves(group)))
                 if self._last_error != self._reported:  # once, not once per lane and attempt
@@ -200,6 +206,10 @@ class LanePool:
                 log.error("lane failed by a fault of this program", exc_info=group)
             # A lane that has lived is replaced at once; one that fails at once is not tried in a tight loop.
             await trio.sleep_until(began + RETRY_PAUSE_SECS)
+            with trio.move_on_at(began + pause):
+                await self._connecting.park()
+                next_pause = RETRY_PAUSE_SECS  # another lane is connected, so this one may be, too
+            pause = next_pause
 
     async def _one_lane(self) -> None:
         telemetry = self._stage.context.telemetry
@@ -215,6 +225,7 @@ class LanePool:
             self._reported = None
             self._connecting.unpark_all()
             if self._connected == self.size:
+                self._lost = None
                 telemetry.emit(names.STAGE_OPENAI_DOWNSTREAM_POOL_READY, pool_capacity=self.size)
             try:
                 await self._circulate(pooled)
@@ -226,6 +237,9 @@ class LanePool:
                 self._tell(pooled)
                 nursery.cancel_scope.cancel()
         self._last_error = str(lane.failure)
+        if pooled.request is None and self._last_error != self._lost:  # who replays a request says so
+            self._lost = self._last_error
+            log.warning("an idle lane was lost and is replaced", reason=self._last_error)
         telemetry.emit(
             names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACED, retired_lane=lane.number, error=self._last_error
         )

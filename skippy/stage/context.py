@@ -19,6 +19,7 @@ from .links import Transport
 from .liveness import Liveness
 from .memory import FrameBudget
 from .preconnect import WarmSlot
+from .refusals import Refusals
 from .returns import ReturnHub
 from .scheduler import Scheduler
 
@@ -57,6 +58,7 @@ class StageContext:
         liveness: watches all connections.
         frame_budget: memory for received frames, shared by all connections.
         max_activation_bytes: largest activation one frame may carry into this stage.
+        refusals: peers that the listener has refused, as far as the log has told of them.
         warm: a connection to the next stage that waits to be used, where the options ask for one.
         connection_numbers: a number for each lane, for messages and telemetry.
         lanes: the lanes that run now.
@@ -76,6 +78,7 @@ class StageContext:
     liveness: Liveness
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     downstream_watch: DialWatch = attrs.field(factory=DialWatch)
+    refusals: Refusals = attrs.field(factory=Refusals)
     warm: WarmSlot = attrs.field(factory=WarmSlot)
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
     lanes: set[Lane] = attrs.field(factory=set)

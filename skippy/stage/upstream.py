@@ -42,6 +42,8 @@ from .writer import LinkWriter
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
 """What a peer may still send while it is told why its connection ends."""
 MAX_QUEUED_REPLIES = 64
+NO_TOKEN = "showed no link token"
+SAME_TOKEN = "; all stages need the same token (--link-token-file)"
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 """Activation bytes that received, not yet executed frames of one lane may hold."""
 
@@ -103,7 +105,7 @@ async def _serve(
 ) -> None:
     plain_too = context.options.allow_plain_generation_8
     handshake = ListenerHandshake(context.token, context.admission.loaded, allow_plain=plain_too)
-    await _authenticate(link, handshake)
+    await _authenticate(context, link, handshake)
     if context.token is not None:
         on_admitted()  # before the wait for the stages below
     async with trio.open_nursery() as nursery:
@@ -178,15 +180,17 @@ async def _serve(
         nursery.cancel_scope.cancel()
 
 
-async def _authenticate(link: Link, handshake: ListenerHandshake) -> None:
+async def _authenticate(context: StageContext, link: Link, handshake: ListenerHandshake) -> None:
     """Complete the link, and read the preamble where a token is asked for, all within HANDSHAKE_SECS."""
     missing = "did not finish the handshake of its link"
     with trio.move_on_after(HANDSHAKE_SECS):
         await link.handshake()
-        missing = "showed no link token"
+        missing = NO_TOKEN
         while not handshake.authenticated:
-            await _receive(link, handshake)
+            await _receive(context, link, handshake)
         return
+    if missing == NO_TOKEN:
+        context.refusals.tell(link.peer, NO_TOKEN + SAME_TOKEN)
     raise LinkClosed(f"{link.peer} {missing} within {HANDSHAKE_SECS:g} s")
 
 
@@ -199,13 +203,14 @@ async def _admit(context: StageContext, link: Link, handshake: ListenerHandshake
     may_be_plain = context.options.allow_plain_generation_8 and context.stage_index > 0
     with trio.move_on_after(math.inf if may_be_plain else HANDSHAKE_SECS):
         while not handshake.admitted:
-            await _receive(link, handshake)
+            await _receive(context, link, handshake)
             await link.send([handshake.data_to_send()])
+        context.refusals.forget(link.peer)
         return
     raise LinkClosed(f"{link.peer} did not ask for admission within {HANDSHAKE_SECS:g} s")
 
 
-async def _receive(link: Link, handshake: ListenerHandshake) -> None:
+async def _receive(context: StageContext, link: Link, handshake: ListenerHandshake) -> None:
     """Feed the handshake; a peer that is refused is told why, where it may know."""
     buffer = bytearray(4096)
     count = await link.receive_into(memoryview(buffer))
@@ -214,6 +219,7 @@ async def _receive(link: Link, handshake: ListenerHandshake) -> None:
     try:
         handshake.receive_data(buffer[:count])
     except RemoteProtocolError as exc:
+        context.refusals.tell(link.peer, str(exc) if handshake.authenticated else f"{exc}{SAME_TOKEN}")
         if answer := handshake.data_to_send():
             await _say_last(link, answer)
         raise RemoteProtocolError(f"{link.peer}: {exc}") from exc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -28,11 +29,13 @@ from skippy.protocol import (
     default_state,
     encode_message,
     encode_reply,
+    encode_transport_auth,
 )
 from skippy.stage import DownstreamUnavailable, Stage, open_stage
 from skippy.stage.context import HANDSHAKE_SECS
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, MemoryTransport
+from skippy.stage.refusals import Refusals
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import engine_admission, lane_request
@@ -109,6 +112,43 @@ async def test_a_chain_that_does_not_fit_is_refused_with_the_reason(
     text = str(caught.value)
     assert text.startswith("the chain is not ready: stage at 127.0.0.1:20001 did not become ready: ")
     assert f"it refuses this stage: {reason}" in text
+
+
+async def test_a_refusal_that_lasts_is_asked_for_ever_less_often_and_logged_once_on_both_sides(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times: list[float] = []
+    connect = MemoryTransport.connect
+
+    async def counted(self: MemoryTransport, endpoint: Endpoint, *, source_host: str | None = None) -> Link:
+        times.append(trio.current_time())
+        return await connect(self, endpoint, source_host=source_host)
+
+    monkeypatch.setattr(MemoryTransport, "connect", counted)
+    async with chain([(0, 2), (3, 6)]):
+        await trio.sleep(40)
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert pauses == pytest.approx([0.5, 1, 2, 4, 8, 10, 10], abs=0.01)
+    said = [record.msg for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert sorted(entry["event"] for entry in said if isinstance(entry, dict)) == [
+        "a connection was refused",
+        "the next stage cannot be reached; trying again",
+    ]
+
+
+def test_a_refusal_is_news_again_once_its_host_was_admitted(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals()
+    for peer in ("10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1"):
+        refusals.tell(peer, "why")
+    refusals.forget("10.0.0.1:3")
+    for peer in ("10.0.0.1:4", "10.0.0.2:2"):
+        refusals.tell(peer, "why")
+    entries = [record.msg for record in caplog.records]
+    assert [entry["peer"] for entry in entries if isinstance(entry, dict)] == [
+        "10.0.0.1:1",
+        "10.0.0.2:1",
+        "10.0.0.1:4",
+    ]
 
 
 @pytest.mark.parametrize("broken", [2, 3])
@@ -299,3 +339,21 @@ async def test_a_stranger_without_the_token_learns_nothing() -> None:
             link = await cluster.transport.connect(cluster.stages[1].endpoint)
             await link.send([bare(MessageKind.STOP)])
             assert await read_to_end(link) == b""
+
+
+async def test_the_log_says_once_that_a_token_is_wrong_or_missing(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = StageOptions(link_token="s3cret")
+    async with toy_cluster(2, options=options, inline=True) as cluster:
+        for shown in (b"wrong", b"other", None, None):
+            link = await cluster.transport.connect(cluster.stages[1].endpoint)
+            if shown is not None:
+                await link.send([encode_transport_auth(shown)])
+            assert await read_to_end(link) == b""
+    same = "; all stages need the same token (--link-token-file)"
+    entries = [record.msg for record in caplog.records if record.levelname == "WARNING"]
+    assert [entry["reason"] for entry in entries if isinstance(entry, dict)] == [
+        "wrong transport token" + same,
+        "showed no link token" + same,
+    ]

@@ -149,7 +149,7 @@ async def test_a_client_hears_that_a_stage_was_lost(
 @pytest.mark.parametrize("place", PLACES[:2])
 @pytest.mark.parametrize("fault", [*FAULTS[:3], *AT_ONCE])
 async def test_a_fault_on_an_idle_lane(
-    autojump_clock: trio.testing.MockClock, fault: str, place: str
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture, fault: str, place: str
 ) -> None:
     """Lanes that were never used, too, are found to be dead, and replaced."""
     async with open_chain() as chain, trio.open_nursery() as nursery:
@@ -161,6 +161,7 @@ async def test_a_fault_on_an_idle_lane(
         wires[0].break_it(fault)
         await trio.sleep(DEADLINE + TIMEOUT / 2)  # also until the next heartbeat
         assert len(wires) == 3
+        assert [str(record.msg).count("idle lane was lost") for record in caplog.records] == [1]
         generator = ChainGenerator(chain.cluster.first, pool, "toy", fixed_chunks(7))
         for _ in range(3):
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
