@@ -5,9 +5,9 @@
 Every now and then the clients pause until the chain has come to rest. At rest, nothing may be held that was
 not held at an early rest: every lane is idle, every sequence free, and there are no more tasks, threads and
 descriptors; at the end the memory of each process that has lived since the first third of the run may be at
-most 2 % above what it was then. Requests may end in an answer, a refusal or an error of their own kind, and
-in nothing else, except where stage 0 itself was killed, which happens early alone; later, stages in between
-are.
+most 2 % above what it was then, unless the run is below 5 minutes. Requests may end in an answer, a refusal
+or an error of their own kind, and in nothing else, except where stage 0 itself was killed, which is early
+alone; later, stages in between are.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ REST_TRIES: Final = 30
 REST_SECS: Final = 60.0
 """Longest until a chain that nobody asks is at rest; a thread that has nothing to do stays for 10."""
 GROWTH_TARGET: Final = 1.02
+GROWTH_SECS: Final = 300.0
+"""Memory of a shorter run still grows by what is needed once, so that it says nothing."""
 INTERVALS: Final = 12
 COUNTS: Final = ("tasks", "threads", "descriptors")
 MIB: Final = 1 << 20
@@ -357,9 +359,12 @@ class Soak:
                 yield f"{name}: memory has grown by {100 * (growth - 1):.1f} % since the first third"
 
     def growth(self, name: str) -> float | None:
-        """Memory at the end over memory after the first third; None for a process that is younger."""
+        """Memory at the end over memory after the first third; None for a process that is younger, and for a
+        run below GROWTH_SECS."""
         own = [sample for sample in self.samples if sample.name == name]
         end = own[-1].at
+        if end < GROWTH_SECS:
+            return None
         width = end / 10
         third = [s.resident for s in own if end / 3 <= s.at < end / 3 + width and s.pid == own[-1].pid]
         if not third or any(s.pid != own[-1].pid for s in own if s.at >= end / 3):
@@ -394,6 +399,7 @@ def report(soak: Soak, out: Report) -> list[str]:
     rows = [[habit, *(str(soak.outcomes[habit, result] or "") for result in results)] for habit in habits]
     out.add(table(["client", *results], rows))
     out.add(table(["why not", ""], [[why, str(count)] for why, count in soak.reasons.most_common(12)]))
+    unjudged = "too short to judge" if soak.samples[-1].at < GROWTH_SECS else ""
     rows = []
     for name in names:
         first, last = soak.baseline(name), [s for s in soak.samples if s.name == name][-1]
@@ -410,7 +416,7 @@ def report(soak: Soak, out: Report) -> list[str]:
                 "" if last.sequences is None else f"{last.free_sequences} of {last.sequences}",
                 *counts,
                 f"{last.resident / MIB:.1f}",
-                "" if growth is None else f"{100 * (growth - 1):+.1f} %",
+                unjudged if growth is None else f"{100 * (growth - 1):+.1f} %",
             ]
         )
     out.add(

@@ -61,8 +61,8 @@ async def test_what_is_left_at_the_last_rest_is_a_leak(changes: Any, leaks: list
     assert list(soak.leaks()) == leaks
 
 
-def resident(*mib: float, pid: int = 7) -> list[Sample]:
-    return [attrs.evolve(IDLE, at=10 * (i + 1), resident=int(m * MIB), pid=pid) for i, m in enumerate(mib)]
+def resident(*mib: float, pid: int = 7, every: float = 60) -> list[Sample]:
+    return [attrs.evolve(IDLE, at=every * (i + 1), resident=int(m * MIB), pid=pid) for i, m in enumerate(mib)]
 
 
 async def test_memory_is_held_against_what_it_was_after_the_first_third() -> None:
@@ -72,8 +72,14 @@ async def test_memory_is_held_against_what_it_was_after_the_first_third() -> Non
     assert list(growing.leaks()) == ["stage-1: memory has grown by 4.0 % since the first third"]
 
 
+async def test_memory_of_a_short_run_is_not_judged() -> None:
+    soak = await soak_of(*resident(50, 90, 99, 100, 100, 100, 100, 101, 102, 104, every=29))
+    assert soak.growth("stage-1") is None
+    assert list(soak.leaks()) == []
+
+
 async def test_memory_of_a_process_that_is_younger_is_not_judged() -> None:
-    samples = [*resident(50, 50, 50, 50), *(attrs.evolve(s, at=s.at + 40) for s in resident(60, 70, pid=8))]
+    samples = [*resident(50, 50, 50, 50), *(attrs.evolve(s, at=s.at + 240) for s in resident(60, 70, pid=8))]
     soak = await soak_of(*samples)
     assert soak.growth("stage-1") is None
     assert list(soak.leaks()) == []
