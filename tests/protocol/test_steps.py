@@ -25,7 +25,7 @@ from skippy.protocol import (
 
 K = MessageKind
 I32 = st.integers(-(1 << 31), (1 << 31) - 1)
-COUNTS = st.integers(0, (1 << 31) - 2)
+COUNTS = st.integers(0, (1 << 31) - 3)
 IDS = st.integers(0, (1 << 64) - 1)
 
 
