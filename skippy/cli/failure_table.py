@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
 from .ending import ending_in_order
 from .errors import FAILURE
+from .sim import jobs_option
 
 EXAMPLE = "stall at 0>1[3] without replay"
 
@@ -16,13 +16,7 @@ EXAMPLE = "stall at 0>1[3] without replay"
 @click.command("failure-table")
 @click.option("--cell", default="", metavar="TEXT", help="Only the cells with this in their name.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws the lies.")
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=lambda: os.cpu_count() or 1,
-    show_default="cores",
-    help="Processes.",
-)
+@jobs_option
 @click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -29,6 +29,16 @@ def _faults(context: click.Context, parameter: click.Parameter, value: str | Non
     return names
 
 
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=lambda: os.cpu_count() or 1,
+    show_default="cores",
+    help="Processes.",
+)
+"""Of every command that simulates."""
+
+
 @click.command("sim")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed.")
 @click.option(
@@ -43,13 +53,7 @@ def _faults(context: click.Context, parameter: click.Parameter, value: str | Non
     help="What may go wrong, with commas between: weather, reset, close, half-close, stall, trickle, "
     "corrupt, lie, crash, vanish; or none. Default: all of it.",
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=lambda: os.cpu_count() or 1,
-    show_default="cores",
-    help="Processes.",
-)
+@jobs_option
 @click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),

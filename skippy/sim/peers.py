@@ -47,7 +47,7 @@ SEEDED: Final = SamplingConfig(
 
 
 def lane_request(stage: Stage) -> AdmissionRequest:
-    """What ``stage`` admits as a lane."""
+    """What ``stage`` admits as a lane: the request of the stage before it, or of a driver."""
     loaded = stage.context.admission.loaded
     return AdmissionRequest(
         role=ConnectionRole.LANE,

@@ -11,38 +11,12 @@ from skippy.engine import EngineInfo
 from skippy.protocol import (
     LIVENESS_EXTENSION,
     AdmissionRequest,
-    ConnectionRole,
     ListenerHandshake,
     LoadedStage,
 )
-from skippy.stage import Stage
+from skippy.sim.peers import lane_request as lane_request
 from skippy.stage.admission import StageAdmission, identify_engine, make_admission
 from skippy.stage.links import Link
-
-
-def lane_request(stage: Stage) -> AdmissionRequest:
-    """What ``stage`` admits as a lane: the request of the stage before it, or of a driver."""
-    loaded = stage.context.admission.loaded
-    own = loaded.descriptor
-    return AdmissionRequest(
-        role=ConnectionRole.LANE,
-        sender_id="test",
-        sender_index=loaded.stage_index - 1,
-        target_id=None,
-        target_index=loaded.stage_index,
-        layer_start=own.layer_start,
-        layer_end=None,
-        run_id=loaded.run_id,
-        topology_id=loaded.topology_id,
-        model_id=loaded.model_id,
-        layer_count=None,
-        package_id=None,
-        activation_width=loaded.input_width,
-        cache_type_k=None,
-        cache_type_v=None,
-        context_length=loaded.context_length,
-        batch_rows=1,
-    )
 
 
 def engine_admission(config: StageConfig, info: EngineInfo, *, heartbeats: bool = False) -> StageAdmission:
