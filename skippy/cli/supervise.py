@@ -148,6 +148,8 @@ class Supervisor:
     async def _announce_restart(self, child: Child, end: End, pause: float, attempt: int) -> None:
         """Say that the stage is down, and why, and wait for as long as the pause lasts."""
         ended = f"{child.name} {end.words}"
+        short = ended.partition("\n")[0].removesuffix("; its last lines were:")
+        self._set_down(child, f"{short}; it is restarted ({attempt} of {self._policy.max_restarts})")
         log.error(
             "a stage has crashed and is restarted",
             stage_id=child.config.stage_id,
@@ -156,8 +158,6 @@ class Supervisor:
             restart=attempt,
             max_restarts=self._policy.max_restarts,
         )
-        short = ended.partition("\n")[0].removesuffix("; its last lines were:")
-        self._set_down(child, f"{short}; it is restarted ({attempt} of {self._policy.max_restarts})")
         with trio.move_on_after(pause):
             await self._stopping.wait()
 

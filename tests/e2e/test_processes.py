@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -69,7 +71,7 @@ def test_a_killed_stage_is_restarted_and_the_chain_recovers(bundled_model: Path)
             psutil.Process(others.pop(index)).kill()
             served.process.wait_for(rf'"stage-{index}".*has crashed and is restarted')
             if index:
-                assert f"stage-{index} " in unready_reason(http, served.url)
+                wait_until_named(http, served.url, f"stage-{index} ")
             served.process.wait_for(rf'"stage-{index}".*"a stage is up again"')
             wait_until_ready(http, served.url)
             answer = http.post(served.url + "/completions", json=body)
@@ -79,22 +81,28 @@ def test_a_killed_stage_is_restarted_and_the_chain_recovers(bundled_model: Path)
         assert served.process.stop(signal.SIGTERM) == 0
 
 
-def unready_reason(http: httpx.Client, url: str) -> str:
-    """What /readyz says once it is 503: the lanes may hear of a loss a little later than the supervisor."""
-    for _ in range(1000):
-        answer = http.get(url.removesuffix("/v1") + "/readyz")
+def wait_until_named(http: httpx.Client, url: str, stage: str) -> None:
+    """Until /readyz blames ``stage``: the notice reaches stage 0 after the supervisor's log."""
+    said = []
+    for answer in readiness(http, url):
         if answer.status_code == 503:
-            message: str = answer.json()["error"]["message"]
-            return message
-    raise AssertionError("the chain never became unready")
+            said.append(answer.json()["error"]["message"])
+            if stage in said[-1]:
+                return
+    raise AssertionError(f"the stage was never named: {said[-3:]}")
 
 
 def wait_until_ready(http: httpx.Client, url: str) -> None:
     """Ask until the chain is ready again; the lanes may need a little longer than the stage."""
-    for _ in range(1000):
-        if http.get(url.removesuffix("/v1") + "/readyz").status_code == 200:
-            return
-    raise AssertionError("the chain did not come back")
+    if not any(answer.status_code == 200 for answer in readiness(http, url)):
+        raise AssertionError("the chain did not come back")
+
+
+def readiness(http: httpx.Client, url: str) -> Iterator[httpx.Response]:
+    """What /readyz answers, again and again for a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        yield http.get(url.removesuffix("/v1") + "/readyz")
 
 
 def test_the_link_token_is_not_on_any_command_line(bundled_model: Path) -> None:
