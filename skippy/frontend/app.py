@@ -13,7 +13,14 @@ from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
-from .connection import OwningConnection, connection_nursery, direct_body, read_json_body, request_id
+from .connection import (
+    OwningConnection,
+    connection_nursery,
+    credentials,
+    direct_body,
+    read_json_body,
+    request_id,
+)
 from .errors import ApiError, internal_error
 from .generation import Generator
 from .options import FrontendOptions
@@ -139,7 +146,10 @@ def _add_completion_routes(app: QuartTrio, service: CompletionService, options: 
 
     def caller() -> Caller:
         return Caller(
-            nursery=connection_nursery(request), request_id=request_id(request), direct=direct_body(request)
+            nursery=connection_nursery(request),
+            request_id=request_id(request),
+            direct=direct_body(request),
+            credentials=credentials(request),
         )
 
     @app.post("/v1/chat/completions")

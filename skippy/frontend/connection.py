@@ -76,6 +76,15 @@ def request_id(request: Request) -> str:
     return cast(str, g.request_id)
 
 
+def credentials(request: Request) -> str | None:
+    """The API key that a request brings, wherever clients put one; None: none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":  # another scheme's are the whole value
+        key = request.headers.get("authorization", "")
+    headers = request.headers
+    return key.strip() or headers.get("api-key") or headers.get("x-api-key") or None
+
+
 async def read_json_body(request: Request, *, limit: int, timeout_secs: float) -> bytes:
     """The raw body of a request that says it is JSON, or says nothing about its type.
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 
 import attrs
+import trio
 
 from skippy.config import OpenAIOptions
 from skippy.engine import Vocabulary
@@ -22,6 +23,7 @@ from .generation import (
     GenerationError,
     GenerationRequest,
     InvalidSampling,
+    Timings,
 )
 from .lanes import LanePool, PooledLane
 from .prefill import Prefill
@@ -65,7 +67,8 @@ class ChainGenerator:
         self._vocabulary = vocabulary
         self.prefill = Prefill(stage, options)
         pool.on_request_over = self.prefill.learn
-        kv_tokens = stage.info.context_length * stage.info.max_sequences
+        # What is kept in the cache gives way to lanes, so it takes nothing from them.
+        kv_tokens = stage.info.context_length * stage.config.lane_count
         self.gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
 
     @property
@@ -98,6 +101,7 @@ class ChainGenerator:
             )
         request = attrs.evolve(request, max_tokens=min(request.max_tokens, limit - count))
         telemetry = self._stage.context.telemetry
+        asked = trio.current_time()
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
             admission = await self.gate.acquire(count, request.max_tokens)
         with admission.running():
@@ -110,6 +114,7 @@ class ChainGenerator:
                 telemetry,
                 new_id=self._new_id,
             )
+            stream.timings.queue_ms = 1000 * (admission.work.began - asked)
             with telemetry.span(
                 names.STAGE_OPENAI_DECODE, level=Level.SUMMARY, prompt_token_count=count
             ) as span:
@@ -129,6 +134,7 @@ class ChainStream:
     Attributes:
         express: see :class:`skippy.frontend.generation.TokenStream`.
         generated: tokens so far.
+        timings: see :class:`skippy.frontend.generation.TokenStream`.
     """
 
     def __init__(
@@ -156,6 +162,7 @@ class ChainStream:
         self._finish_reason: FinishReason | None = None
         self._logprobs: PositionLogProbabilities | None = None
         self.express: Callable[[int], bool] | None = None
+        self.timings = Timings()
         self._begin_session(admission.lane, 0)
 
     @property
@@ -207,7 +214,11 @@ class ChainStream:
         lane, request, prefill = self._admission.lane, self._request, self._prefill
         if not self._recovery.count:
             await prefill.configure(lane, request)
+        began = trio.current_time()
         first = await prefill.run(lane, request, self._tokens)
+        if not self._recovery.count:
+            self.timings.prefill_tokens = len(request.prompt) - 1
+            self.timings.prefill_ms = 1000 * (trio.current_time() - began)
         self._decoding = DecodeLoop(
             lane, request, self._vocabulary, self._telemetry, self.generated, self._express
         )
@@ -248,3 +259,6 @@ class ChainStream:
         """The generation is over. Never waits."""
         self.stop()
         self._recovery.close()
+        work, now = self._admission.work, trio.current_time()
+        first = now if work.first_token_at is None else work.first_token_at
+        self.timings.prompt_ms, self.timings.answer_ms = 1000 * (first - work.began), 1000 * (now - first)

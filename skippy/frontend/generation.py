@@ -87,12 +87,37 @@ class GenerationRequest:
         sampling: settings for the last stage; None is greedy.
         top_logprobs: with each token come its log-probability and those of this many likeliest tokens, 0 to
             20; None asks for none. A chain with a plain generation-8 peer refuses it (InvalidSampling).
+        namespace: whose cached prompts it may use (:func:`skippy.frontend.namespaces.cache_namespace`).
     """
 
     prompt: Sequence[int]
     max_tokens: int
     sampling: SamplingConfig | None = None
     top_logprobs: int | None = None
+    namespace: str = ""
+
+
+@attrs.define(slots=True)
+class Timings:
+    """What the parts of one generation took, in milliseconds, and how many tokens they had.
+
+    Attributes:
+        queue_ms: waiting for admission.
+        cached_tokens: of the prompt, those that were not computed, because the stages still had them.
+        restore_ms: asking every stage for those.
+        prefill_tokens: of the prompt, those that were sent through the chain ahead of its last one.
+        prefill_ms: sending them.
+        prompt_ms: from admission to the first token, the two above and the first decode step included.
+        answer_ms: from the first token to the end.
+    """
+
+    queue_ms: float = 0.0
+    cached_tokens: int = 0
+    restore_ms: float = 0.0
+    prefill_tokens: int = 0
+    prefill_ms: float = 0.0
+    prompt_ms: float = 0.0
+    answer_ms: float = 0.0
 
 
 class TokenStream(Protocol):
@@ -104,9 +129,11 @@ class TokenStream(Protocol):
         express: offered each token that a step of the iteration waits for; True: the step need not see it,
             and waits for the next one. Called by whatever has brought the token, so it must not wait. What it
             raises ends the iteration.
+        timings: complete once the generation has ended.
     """
 
     express: Callable[[int], bool] | None
+    timings: Timings
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -44,7 +44,7 @@ class Prefill:
             MessageKind.CONFIGURE_GENERATION,
             prompt_token_count=len(request.prompt),
             sampling=request.sampling,
-            chat_sampling_metadata=GenerationSettings(request.top_logprobs).to_metadata(),
+            chat_sampling_metadata=GenerationSettings(request.top_logprobs, request.namespace).to_metadata(),
         )
 
     async def run(

@@ -8,7 +8,7 @@ import uuid
 from typing import Any, Protocol
 
 from .errors import ApiError
-from .generation import FinishReason
+from .generation import FinishReason, Timings
 from .running import Usage
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -40,8 +40,33 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def timings_object(timings: Timings, usage: Usage) -> dict[str, Any]:
+    """How long the parts of a generation took; names as llama.cpp's server and its relatives have them.
+
+    The prompt's time is all from having a lane to the first token, and counts the tokens that were computed;
+    the answer's is that from its first token to its end.
+    """
+    return {
+        "queue_wait_ms": round(timings.queue_ms, 3),
+        "cache_n": usage.cached_tokens,
+        "cache_restore_ms": round(timings.restore_ms, 3),
+        "suffix_prefill_n": timings.prefill_tokens,
+        "suffix_prefill_ms": round(timings.prefill_ms, 3),
+        "prompt_n": usage.prompt_tokens - usage.cached_tokens,
+        "prompt_ms": round(timings.prompt_ms, 3),
+        "prompt_per_second": _per_second(usage.prompt_tokens - usage.cached_tokens, timings.prompt_ms),
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": round(timings.answer_ms, 3),
+        "predicted_per_second": _per_second(usage.completion_tokens - 1, timings.answer_ms),
+    }
+
+
+def _per_second(count: int, ms: float) -> float:
+    return round(1000 * count / ms, 3) if count > 0 and ms > 0 else 0.0
 
 
 class ResponseShape(Protocol):

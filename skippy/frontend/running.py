@@ -14,7 +14,7 @@ from skippy.engine import Vocabulary
 from skippy.stage.nurseries import leaves
 
 from .errors import ApiError, from_generation_error, internal_error
-from .generation import FinishReason, GenerationError, GenerationRequest, Generator
+from .generation import FinishReason, GenerationError, GenerationRequest, Generator, Timings
 from .text import Detokeniser, StopMatcher
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,12 @@ class Usage:
     """Token counts of a finished generation.
 
     ``completion_tokens`` counts every generated token, also those whose text a stop string swallowed, but not
-    the end-of-generation token.
+    the end-of-generation token. ``cached_tokens`` of the prompt were not computed for it.
     """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 class GenerationTask:
@@ -51,6 +52,7 @@ class GenerationTask:
     Attributes:
         express: takes a piece of text in place of a reader that waits for one, which saves the switch to the
             reader's task with every token. False: the reader must go on, and gets an empty piece.
+        timings: of the generation, complete once it has ended.
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class GenerationTask:
         self.outcome: Outcome = "running"
         self.finish_reason: FinishReason | None = None
         self.error: ApiError | None = None
+        self.timings = Timings()
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._prompt_tokens, self._generated)
+        return Usage(self._prompt_tokens, self._generated, self.timings.cached_tokens)
 
     @property
     def begun(self) -> bool:
@@ -146,7 +149,7 @@ class GenerationTask:
             request = await self._prepare()
             self._prompt_tokens = len(request.prompt)
         async with self._generator.generate(request) as stream:
-            stream.express = self._take_now
+            stream.express, self.timings = self._take_now, stream.timings
             async for token in stream:
                 self._generated += 1
                 self._begun.set()

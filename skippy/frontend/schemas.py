@@ -51,6 +51,7 @@ class CommonRequest:
         stop: texts that end the generation; they are not part of the answer.
         max_tokens: tokens to generate at most, or None for the server's default.
         sampling: enabled sampling block.
+        cache_key: what the client wants its cached prompts kept apart by; None: nothing.
     """
 
     model: str
@@ -59,6 +60,7 @@ class CommonRequest:
     stop: tuple[str, ...]
     max_tokens: int | None
     sampling: SamplingConfig
+    cache_key: str | None = None
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -120,6 +122,7 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     stream = fields.boolean("stream")
     include_usage = _stream_options(fields, stream)
     fields.text("user")
+    fields.accept_only("prompt_cache_retention", ("in_memory",), "prompts are kept in memory only")
     return {
         "model": model,
         "stream": stream,
@@ -127,6 +130,7 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
         "stop": _stops(fields),
         "max_tokens": next((limit for limit in limits if limit is not None), None),
         "sampling": parse_sampling(fields),
+        "cache_key": fields.text("prompt_cache_key"),
     }
 
 
@@ -182,8 +186,6 @@ def _refuse_chat_features(fields: Fields) -> None:
     fields.accept_only("store", (False,), "completions are not stored")
     fields.accept_only("service_tier", ("auto", "default"), "there is one service tier")
     fields.accept_only("prompt_cache_options", (), "prompt caching cannot be controlled")
-    fields.accept_only("prompt_cache_retention", ("in_memory",), "prompts are never kept for longer")
-    fields.text("prompt_cache_key")
     fields.text("safety_identifier")
     if fields.is_given("metadata"):
         metadata = fields.get("metadata")

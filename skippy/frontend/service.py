@@ -15,6 +15,7 @@ from skippy.telemetry import NULL_TELEMETRY, Level, names
 from .direct import DirectBody
 from .errors import ApiError
 from .generation import GenerationRequest, Generator
+from .namespaces import cache_namespace
 from .options import FrontendOptions
 from .prompting import PromptBuilder, check_token_ids
 from .responses import (
@@ -26,6 +27,7 @@ from .responses import (
     dump,
     error_event,
     event,
+    timings_object,
 )
 from .running import SHUTTING_DOWN, GenerationTask
 from .schemas import CommonRequest, check_model, parse_chat, parse_completion
@@ -39,11 +41,12 @@ _INLINE_PARSE_BYTES: Final = 64 * 1024
 
 @attrs.frozen(slots=True, kw_only=True)
 class Caller:
-    """Who asks: the nursery of the connection, the request's id, and a shorter way to the client if any."""
+    """Who asks: the nursery of the connection, the request's id, a shorter way to the client, the API key."""
 
     nursery: trio.Nursery
     request_id: str
     direct: DirectBody | None = None
+    credentials: str | None = attrs.field(default=None, repr=False)
 
 
 class CompletionService:
@@ -92,7 +95,7 @@ class CompletionService:
 
         async def prepare() -> GenerationRequest:
             prompt = await self._prompts.chat(request.messages)
-            return self._generation_request(request, prompt, "messages")
+            return self._generation_request(request, prompt, "messages", caller)
 
         shape = ChatShape(self.model_id, include_usage=request.include_usage)
         return await self._answer(request, prepare, shape, caller)
@@ -107,7 +110,7 @@ class CompletionService:
             else:
                 check_token_ids(request.prompt, self._generator.vocabulary)
                 prompt = list(request.prompt)
-            return self._generation_request(request, prompt, "prompt")
+            return self._generation_request(request, prompt, "prompt", caller)
 
         shape = CompletionShape(self.model_id, include_usage=request.include_usage)
         return await self._answer(request, prepare, shape, caller)
@@ -130,7 +133,9 @@ class CompletionService:
             raise ApiError(str(error)) from error
         return request
 
-    def _generation_request(self, request: CommonRequest, prompt: list[int], param: str) -> GenerationRequest:
+    def _generation_request(
+        self, request: CommonRequest, prompt: list[int], param: str, caller: Caller
+    ) -> GenerationRequest:
         if not prompt:
             raise ApiError("the prompt has no tokens", param=param)
         context = self._generator.context_length
@@ -139,7 +144,12 @@ class CompletionService:
             text = f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {context}"
             raise ApiError(text, param=param, code="context_length_exceeded")
         wanted = request.max_tokens or self._options.default_max_tokens or room
-        return GenerationRequest(prompt=prompt, max_tokens=min(wanted, room), sampling=request.sampling)
+        return GenerationRequest(
+            prompt=prompt,
+            max_tokens=min(wanted, room),
+            sampling=request.sampling,
+            namespace=cache_namespace(caller.credentials, request.cache_key),
+        )
 
     async def _answer(
         self,
@@ -176,6 +186,7 @@ class CompletionService:
             if task.error is not None:
                 raise task.error
             whole = shape.whole(text, task.finish_reason, task.usage)
+            whole["timings"] = timings_object(task.timings, task.usage)
             response = Response(dump(whole), content_type="application/json")
         response.timeout = None
         return response
@@ -203,7 +214,7 @@ class CompletionService:
                 span["finish_reason"] = task.finish_reason
                 span["prompt_tokens"] = usage.prompt_tokens
                 span["completion_tokens"] = usage.completion_tokens
-                span["cached_tokens"] = 0
+                span["cached_tokens"] = usage.cached_tokens
                 if task.outcome in ("stalled", "cancelled"):
                     how = "receiver_stalled" if task.outcome == "stalled" else "receiver_dropped"
                     self._telemetry.emit(
@@ -242,7 +253,8 @@ async def _stream(
     if task.error is not None:
         yield error_event(task.error) + DONE_EVENT
         return
-    closing = event(shape.finish(task.finish_reason))
+    closing = [shape.finish(task.finish_reason)]
     if include_usage:
-        closing += event(shape.usage(task.usage))
-    yield closing + DONE_EVENT
+        closing.append(shape.usage(task.usage))
+    closing[-1]["timings"] = timings_object(task.timings, task.usage)
+    yield b"".join(map(event, closing)) + DONE_EVENT

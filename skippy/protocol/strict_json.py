@@ -98,6 +98,9 @@ class Fields:
     def text_or_null(self, name: str) -> str | None:
         return None if self._null(name) else self.text(name)
 
+    def text_or_absent(self, name: str) -> str | None:
+        return self.text(name) if name in self._rest else None
+
     def integer(self, name: str, low: int = 0, high: int = I64_MAX) -> int:
         value = self._take(name)
         if not isinstance(value, int) or isinstance(value, bool):

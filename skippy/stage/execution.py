@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
+
 from skippy.protocol import (
     DATA_KINDS,
     Message,
@@ -212,6 +214,9 @@ class Execution(Steps):
             return
         if context.stage_index == 0:
             self.predictions.await_stream(message.request_id, message.session_id)
+        if self.plain:  # such peers know nothing of namespaces
+            metadata = attrs.evolve(settings, cache_namespace="").to_metadata()
+            message = attrs.evolve(message, chat_sampling_metadata=metadata)
         await self._request(self.downstream, self.downstream.with_sequence(message, session.sequence))
 
     async def _stop(self, message: Message) -> None:

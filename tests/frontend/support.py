@@ -11,7 +11,7 @@ import trio
 
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.app import create_app
-from skippy.frontend.generation import FinishReason, GenerationError, GenerationRequest
+from skippy.frontend.generation import FinishReason, GenerationError, GenerationRequest, Timings
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 
@@ -36,6 +36,7 @@ class ScriptedStream:
         self._left = limit
         self.finish_reason: FinishReason | None = None
         self.express: Callable[[int], bool] | None = None
+        self.timings = Timings()
 
     def __aiter__(self) -> ScriptedStream:
         return self
