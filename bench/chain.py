@@ -72,9 +72,14 @@ class InProcess:
         )
         self._engines = [LlamaEngine.load(item, options) for item in slices]
 
-    def _run(self, tokens: Sequence[int], position: int, logits: int) -> None:
+    def _run(self, tokens: Sequence[int], position: int, logits: int, pause: float = 0.0) -> float:
+        """Seconds that the engines took; each one rests for ``pause`` seconds before."""
         activation: memoryview | None = None
+        taken = 0.0
         for engine in self._engines:
+            if pause:
+                time.sleep(pause)
+            started = time.perf_counter()
             info = engine.info
             output = None
             if not info.is_last:
@@ -89,6 +94,19 @@ class InProcess:
             )
             engine.decode([segment], output)
             activation = output
+            taken += time.perf_counter() - started
+        return taken
+
+    def step_times(self, prompt: Sequence[int], tokens: int, pause: float) -> list[float]:
+        """Seconds that the engines took for each token of a generation; each rests before its part of it."""
+        for engine in self._engines:
+            engine.drop(0)
+        self._run(prompt[:-1], 0, 0)
+        times, current = [], prompt[-1]
+        for step in range(tokens):
+            times.append(self._run([current], len(prompt) - 1 + step, 1, pause))
+            current = int(self._engines[-1].logits(0).argmax())
+        return times
 
     async def generate(self, prompt: Sequence[int], tokens: int, chunk: int) -> Timed:
         """One greedy generation; prompts are cut into chunks as the chain's front end does."""

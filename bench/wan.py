@@ -5,8 +5,10 @@
 Every link is slow in both directions, acknowledgements and returned tokens included. Time per token is held
 against the bound: the step of the same engines in one process + the delays of one ring (a hop to each next
 stage and one back), as measured by echoes through such links in the same run + the frames' bytes over the
-bandwidth. Allowed are 5 % or 0.3 ms per hop beyond it, whichever is more. Then eight clients: total tokens
-per second with 5 ms one way, against the same chain over plain loopback, in turn within each round.
+bandwidth. A processor that has just rested is slower, and behind a slow link every stage rests while a frame
+is under way, so the engines rest for as long before each call (the table also says what they take without).
+Allowed are 5 % or 0.3 ms per hop beyond the bound, whichever is more. Then eight clients: total tokens per
+second with 5 ms one way, against the same chain over plain loopback, in turn within each round.
 """
 
 from __future__ import annotations
@@ -54,9 +56,13 @@ class Settings:
 
 @attrs.frozen(kw_only=True)
 class Bound:
-    """What one token must take, in ms: compute, the delays of a ring, and its bytes over the bandwidth."""
+    """What one token must take, in ms: compute, the delays of a ring, and its bytes over the bandwidth.
+
+    ``unrested``: compute without rests between the stages.
+    """
 
     compute: float
+    unrested: float
     ring: float
     wire: float
 
@@ -130,18 +136,20 @@ async def measure_condition(
 ) -> tuple[Row, list[float]]:
     """The row, and the time per token of the same chain without slow links in the same rounds."""
     compute: list[float] = []
+    unrested: list[float] = []
     measured: list[float] = []
     loopback: list[float] = []
     one_way = await one_way_ms(conditions)
     async with open_chain(attrs.evolve(plain.spec, wire=conditions, lanes=1)) as chain:
         await step_ms(chain, 4)
         for number in range(settings.rounds):
-            alone = await engines.generate(PROMPT, settings.tokens + 1, plain.spec.chunk)
-            compute.append(1000 * percentile(alone.gaps, 50))
+            for rest, steps in ((0.0, unrested), (one_way / 1000, compute)):
+                steps.append(1000 * percentile(engines.step_times(PROMPT, settings.tokens, rest), 50))
             for which, times in in_turn([(chain, measured), (plain, loopback)], number):
                 times.append(await step_ms(which, settings.tokens))
     bound = Bound(
         compute=percentile(compute, 50),
+        unrested=percentile(unrested, 50),
         ring=STAGES * one_way,
         wire=wire_ms(ring_bytes(width, STAGES), conditions.mbps),
     )
@@ -207,6 +215,7 @@ def report(
             [
                 name_of(row.conditions),
                 measured.show(1),
+                f"{bound.unrested:.1f}",
                 f"{bound.compute:.1f} + {bound.ring:.1f} + {bound.wire:.1f} = {bound.total:.1f}",
                 f"{bound.allowed:.1f}",
                 f"{measured.median / bound.total:.2f}",
@@ -216,6 +225,7 @@ def report(
     headers = [
         "round trip, bandwidth",
         "token, ms",
+        "compute without rests, ms",
         "compute + ring + bytes, ms",
         "allowed, ms",
         "ratio",

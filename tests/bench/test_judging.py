@@ -59,7 +59,8 @@ def test_fairness_is_p99_over_chunk_and_step() -> None:
 
 
 def test_a_bound_allows_five_percent_or_a_third_of_a_millisecond_per_hop() -> None:
-    short, long = Bound(compute=5, ring=1, wire=0), Bound(compute=20, ring=60, wire=20)
+    short = Bound(compute=5, unrested=4, ring=1, wire=0)
+    long = Bound(compute=20, unrested=4, ring=60, wire=20)
     assert short.allowed == pytest.approx(6.9)
     assert long.allowed == pytest.approx(105)
     assert Row(WireConditions(), short, [6.8, 6.8, 100]).holds
