@@ -1,5 +1,6 @@
-"""What is remembered between requests: prefix identities, resident and exact caches, replay.
+"""What is remembered between requests: which token paths, where they are held, and which of them goes first.
 
-Nothing yet: the prefix cache is not built, and ``kv_cache`` in a configuration is refused.
-Never here: sockets, HTTP, llama.cpp.
+``radix`` is a trie over tokens, ``paths`` has one for each namespace, ``cache`` is the index of a stage over
+both, and ``policy`` says what is evicted. Nothing here waits or computes: a stage asks, acts on its engine,
+and tells. Never here: trio, sockets, HTTP, llama.cpp.
 """
