@@ -2,5 +2,6 @@
 
 ``radix`` is a trie over tokens, ``paths`` has one for each namespace, ``cache`` is the index of a stage over
 both, and ``policy`` says what is evicted. Nothing here waits or computes: a stage asks, acts on its engine,
-and tells. Never here: trio, sockets, HTTP, llama.cpp.
+and tells. ``blocks`` keeps exported state in RAM and ``durable`` on disk, ``activations`` the boundary rows of
+prefills. Never here: trio, sockets, HTTP, llama.cpp.
 """
