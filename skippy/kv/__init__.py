@@ -1,7 +1,7 @@
 """What is remembered between requests: which token paths, where they are held, and which of them goes first.
 
 ``radix`` is a trie over tokens, ``paths`` has one for each namespace, ``cache`` is the index of a stage over
-both, and ``policy`` says what is evicted. Nothing here waits or computes: a stage asks, acts on its engine,
-and tells. ``blocks`` keeps exported state in RAM and ``durable`` on disk, ``activations`` the boundary rows of
-prefills. Never here: trio, sockets, HTTP, llama.cpp.
+both, and ``policy`` says what is evicted. ``blocks`` keeps exported state in RAM and ``durable`` on disk,
+``activations`` the boundary rows of prefills. Nothing here waits or computes: a stage asks, acts on its
+engine, and tells. Never here: trio, sockets, HTTP, llama.cpp.
 """

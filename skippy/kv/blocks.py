@@ -63,7 +63,7 @@ class BlockStore:
     :meth:`put` drops others and tries again, or goes without.
 
     Args:
-        max_bytes: of all blocks together; 0 keeps nothing.
+        max_bytes: of all blocks together; 0: no limit.
     """
 
     def __init__(self, max_bytes: int, *, block_bytes: int = BLOCK_BYTES) -> None:
@@ -89,7 +89,7 @@ class BlockStore:
         with self._lock:
             missing = [digest for digest in new if digest not in self._blocks]
             added = sum(len(new[digest]) for digest in missing)
-            if self._physical + added > self.max_bytes or not self.max_bytes:
+            if self.max_bytes and self._physical + added > self.max_bytes:
                 self._refused += 1
                 return None
             for digest in missing:

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,13 +52,13 @@ class StateFile:
         name: of its file.
         path_key: digest of the namespace and the tokens; there is one file for each.
         file_bytes: what it takes of the budget.
-        state_bytes: the size of the state in it.
+        size: bytes of the state in it.
     """
 
     name: str
     path_key: bytes
     file_bytes: int
-    state_bytes: int
+    size: int
 
 
 @attrs.frozen(slots=True)
@@ -211,7 +212,7 @@ class DurableStore:
         head = StateHead(
             identity=self._identity,
             namespace=namespace,
-            tokens=tuple(tokens),
+            tokens=array("i", tokens),
             schedule=tuple(schedule),
             alone=alone,
             state_digest=digest,

@@ -53,7 +53,7 @@ class StateHead:
 
     Attributes:
         identity: 32 bytes; of the stage that can read it.
-        namespace, tokens: what it is the state of.
+        namespace, tokens: what it is the state of; an array of C ints.
         schedule: sizes of the chunks in which the tokens were computed.
         alone: no other session's rows shared a native call with these chunks.
         state_digest: BLAKE2b-256 of the state.
@@ -62,7 +62,7 @@ class StateHead:
 
     identity: bytes
     namespace: str
-    tokens: tuple[int, ...] = attrs.field(repr=False)
+    tokens: array[int] = attrs.field(repr=False)
     schedule: tuple[int, ...] = ()
     alone: bool = False
     state_digest: bytes
@@ -85,7 +85,7 @@ class StateHead:
             raise ValueError(f"a state of {self.state_bytes} bytes")
         if len(self.identity) != DIGEST_BYTES or len(self.state_digest) != DIGEST_BYTES:
             raise ValueError(f"digests have {DIGEST_BYTES} bytes")
-        rest = namespace + _packed("I", self.schedule) + _packed("i", self.tokens)
+        rest = namespace + _packed(array("I", self.schedule)) + _packed(self.tokens)
         counts = (len(namespace), len(self.schedule), len(self.tokens))
         size, flags = FIXED_BYTES + len(rest), _ALONE if self.alone else 0
         fixed = (MAGIC, VERSION, size, self.identity, self.state_digest, self.state_bytes, flags)
@@ -113,7 +113,7 @@ def parse_head(head: bytes) -> StateHead:
     return StateHead(
         identity=identity,
         namespace=namespace,
-        schedule=_unpacked("I", head[at : at + 4 * chunks]),
+        schedule=tuple(_unpacked("I", head[at : at + 4 * chunks])),
         tokens=_unpacked("i", head[at + 4 * chunks :]),
         alone=bool(flags & _ALONE),
         state_digest=state_digest,
@@ -126,9 +126,9 @@ def name_of(head: bytes) -> str:
     return digest_of(head).hex() + SUFFIX
 
 
-def path_key(namespace: str, tokens: tuple[int, ...]) -> bytes:
+def path_key(namespace: str, tokens: array[int]) -> bytes:
     """32 bytes that stand for one token path in one namespace."""
-    return digest_of(digest_of(namespace.encode()) + _packed("i", tokens))
+    return digest_of(digest_of(namespace.encode()) + _packed(tokens))
 
 
 def read_head(stream: FileIO, name: str, identity: bytes) -> tuple[StateHead, int]:
@@ -191,17 +191,16 @@ def _sizes(data: bytes) -> tuple[int, int, int, int]:
     return size, namespace_bytes, chunks, tokens
 
 
-def _packed(code: str, values: tuple[int, ...]) -> bytes:
-    return _little(array(code, values)).tobytes()
+def _packed(values: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
 
 
-def _unpacked(code: str, data: bytes) -> tuple[int, ...]:
+def _unpacked(code: str, data: bytes) -> array[int]:
     values = array(code)
     values.frombytes(data)
-    return tuple(_little(values))
-
-
-def _little(values: array[int]) -> array[int]:
     if sys.byteorder == "big":
         values.byteswap()
     return values

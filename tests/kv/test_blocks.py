@@ -54,9 +54,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert store.put(b"12345678") is not None
 
 
-def test_a_budget_of_nothing_keeps_nothing() -> None:
-    assert BlockStore(0).put(b"") is None
-    assert BlockStore(0).put(b"a") is None
+def test_without_a_budget_everything_fits() -> None:
+    store = BlockStore(0, block_bytes=4)
+    assert all(store.put(bytes([n]) * 4) for n in range(50))
+    assert store.used_bytes == 200
 
 
 def test_dropping_twice_is_refused_and_harms_nobody() -> None:
