@@ -52,6 +52,8 @@ class EngineInfo:
             several sequences still share one, and each longer segment takes a call of its own.
         tap: how the boundary is read: ``"c"``, ``"python"`` or None (last stage, toy).
         weights_bytes, kv_bytes: resident sizes, in bytes.
+        position_bytes: what one position of one sequence takes of the cache, in bytes.
+        sequence_bytes: what one sequence takes however long it is (recurrent state), in bytes.
     """
 
     layer_start: int
@@ -71,6 +73,8 @@ class EngineInfo:
     tap: str | None = None
     weights_bytes: int = 0
     kv_bytes: int = 0
+    position_bytes: int = 0
+    sequence_bytes: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -243,12 +247,29 @@ class StageEngine(abc.ABC):
         """Make ``target`` (must be empty) hold the first ``length`` positions of ``source`` (default all)."""
 
     @abc.abstractmethod
-    def export_state(self, sequence: int) -> bytes:
-        """Serialised state of one sequence; readable only by the same slice with the same settings."""
+    def export_state(self, sequence: int) -> memoryview:
+        """Serialised state of one sequence, read-only and on its own memory; readable only by the same slice
+        with the same settings, though with any number of sequences and any context that is long enough."""
 
     @abc.abstractmethod
     def import_state(self, sequence: int, state: bytes | memoryview) -> None:
-        """Replace an empty sequence's state. On failure the sequence is empty and EngineError is raised."""
+        """Replace an empty sequence's state. On failure the sequence is empty and EngineError is raised.
+
+        ``state`` is read, not copied.
+        """
+
+    @abc.abstractmethod
+    def difference(self, first: int, second: int, length: int) -> float:
+        """Largest absolute difference of what two sequences hold for their first ``length`` positions.
+
+        0.0 where all bytes are equal. Values are compared as attention reads them, those of quantised caches
+        dequantised; infinite where one side is not a number. Recurrent state is compared as a whole. Of
+        windowed layers, what both sides still hold is compared.
+
+        Raises:
+            ValueError: a sequence holds fewer positions, or more where the state is one whole (not
+                ``can_trim``).
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -59,6 +59,21 @@ def check_copy(
     return wanted
 
 
+def check_difference(
+    info: EngineInfo, first: int, second: int, held: int, second_held: int, length: int
+) -> None:
+    """Raises ValueError where :meth:`StageEngine.difference` must not run."""
+    check_sequence(info, first)
+    check_sequence(info, second)
+    for sequence, positions in ((first, held), (second, second_held)):
+        if not 0 <= length <= positions:
+            raise ValueError(f"sequence {sequence} holds {positions} positions, {length} cannot be compared")
+        if positions != length and not info.can_trim:
+            raise ValueError(
+                f"sequence {sequence} holds {positions} positions, and this model's state is compared whole"
+            )
+
+
 def check_batch(
     info: EngineInfo, lengths: Sequence[int], segments: Sequence[Segment], output: memoryview | None
 ) -> list[TokenArray | None]:

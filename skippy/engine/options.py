@@ -54,6 +54,8 @@ class EngineOptions:
         context_length: positions one sequence may hold. Each sequence has cells of its own unless
             ``kv_unified``, so a stage's cache has ``context_length * max_sequences`` cells.
         max_sequences: native sequences.
+        cells: size of the pool that ``kv_unified`` sequences share, in positions; None is room for
+            ``context_length`` of each. More sequences than the pool has room for cost nothing.
         n_batch: rows one ``decode`` may carry.
         n_ubatch: rows computed at once; a larger segment is cut into chunks of this size. Part of the
             numbers: the same rows in other chunks give slightly different floats on quantised weights.
@@ -83,6 +85,7 @@ class EngineOptions:
 
     context_length: int = attrs.field(default=512, validator=_integer(1, 2**24))
     max_sequences: int = attrs.field(default=4, validator=_integer(1, MAX_SEQUENCES))
+    cells: int | None = attrs.field(default=None, validator=_integer(1, _INT32_MAX))
     n_batch: int = attrs.field(default=2048, validator=_integer(1, 2**20))
     n_ubatch: int = attrs.field(default=512, validator=_integer(1, 2**20))
     n_threads: int | None = attrs.field(default=None, validator=_integer(1, 512))
@@ -107,7 +110,9 @@ class EngineOptions:
     tap: TapChoice = attrs.field(default="auto", validator=_one_of(*get_args(TapChoice)))
 
     def __attrs_post_init__(self) -> None:
-        if self.context_length * self.max_sequences > _INT32_MAX:
+        if self.cells is not None and not (self.kv_unified and self.cells >= self.context_length):
+            raise ValueError("cells needs kv_unified, and must be at least context_length")
+        if self.cells is None and self.context_length * self.max_sequences > _INT32_MAX:
             raise ValueError("context_length * max_sequences must be below 2**31")
         if self.direct_io and (self.mmap or self.mlock):
             raise ValueError("direct_io excludes mmap and mlock")

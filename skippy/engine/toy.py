@@ -20,7 +20,7 @@ import numpy.typing as npt
 from skippy.protocol.messages import SamplingConfig
 
 from .base import EngineError, EngineInfo, FloatArray, Sampler, Segment, StageEngine, Vocabulary
-from .checks import TokenArray, check_batch, check_copy, check_sequence, check_trim
+from .checks import TokenArray, check_batch, check_copy, check_difference, check_sequence, check_trim
 from .running import RunningDecode
 from .toy_sampler import ToySampler
 from .toy_vocabulary import TOY_TOKENS, ToyVocabulary
@@ -99,6 +99,7 @@ class ToyEngine(StageEngine):
             max_batch=max_batch,
             max_sequences=max_sequences,
             kv_bytes=(layer_end - layer_start) * max_sequences * context_length * width * 4,
+            position_bytes=(layer_end - layer_start) * width * 4,
         )
         self._weights = _Weights.of(vocab_size, width)
         self._vocabulary = ToyVocabulary(vocab_size) if first or last else None
@@ -240,10 +241,10 @@ class ToyEngine(StageEngine):
             self._storage(target)[:, :count] = self._storage(source)[:, :count]
         self._lengths[target] = count
 
-    def export_state(self, sequence: int) -> bytes:
+    def export_state(self, sequence: int) -> memoryview:
         length = self.length(sequence)
         body = self._storage(sequence)[:, :length].tobytes() if length else b""
-        return self._state_header(length, body) + body
+        return memoryview(self._state_header(length, body) + body)
 
     def _state_header(self, length: int, body: bytes | memoryview) -> bytes:
         info = self._info
@@ -274,6 +275,13 @@ class ToyEngine(StageEngine):
         if length:
             self._storage(sequence)[:, :length] = np.frombuffer(body, dtype=np.int32).reshape(shape)
         self._lengths[sequence] = length
+
+    def difference(self, first: int, second: int, length: int) -> float:
+        check_difference(self._info, first, second, self.length(first), self.length(second), length)
+        if not length:
+            return 0.0
+        one, other = (self._storage(sequence)[:, :length].astype(np.int64) for sequence in (first, second))
+        return float(np.abs(one - other).max())
 
     def close(self) -> None:
         self._sums.clear()

@@ -114,6 +114,7 @@ def test_one_native_decode_for_all(
     kv_unified: bool, tiny_kind: Kind, open_chain: OpenChain, native_rows: list[int]
 ) -> None:
     chain = open_chain(tiny_kind, 3, kv_unified=kv_unified, max_sequences=6)
+    native_rows.clear()
     _run(chain)
     assert native_rows == [total for batch in _SCHEDULE for total in [sum(count for _, count in batch)] * 2]
     assert all(stage.info.can_mix for stage in chain.stages)
@@ -182,6 +183,7 @@ def test_recurrent_models(
 ) -> None:
     together, apart = open_recurrent(**options), open_recurrent(**options)
     assert not together.last.info.can_mix
+    native_rows.clear()
     found = _run(together)
     if "n_ubatch" not in options:
         # single rows together, and each longer segment alone

@@ -178,7 +178,7 @@ def test_damaged_state_is_refused(kind: Kind, open_chain: OpenChain) -> None:
     chain = open_chain(kind, 3)
     expected = bits(chain.feed((0, PROMPT)))
     first, last = chain.stages
-    good = last.export_state(0)
+    good = bytes(last.export_state(0))
     flipped = bytearray(good)
     flipped[-5] ^= 1
     for bad in (b"", good[:10], good[:-1], good + b"\0", bytes(flipped), b"x" * 400, first.export_state(0)):

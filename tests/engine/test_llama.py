@@ -127,16 +127,11 @@ def test_a_failed_decode_undoes_the_whole_batch(
     assert bits(chain.feed((0, [1, 2]), (1, [3]))) == expected
 
 
-def test_a_wrong_boundary_node_is_an_error(tiny_model: Path, slice_cache: Path) -> None:
+def test_a_wrong_boundary_node_is_found_when_loading(tiny_model: Path, slice_cache: Path) -> None:
     info = ensure_slice(tiny_model, 0, 3, cache_dir=slice_cache)
-    output = memoryview(bytearray(info.hidden_size * 4))
     for node, message in (("l_out-77", "gave 0 bytes"), ("ffn_gate-1", "whole rows|more rows")):
-        engine = LlamaEngine.load(attrs.evolve(info, boundary_node=node), EngineOptions(n_threads=1))
-        segment = Segment(sequence=0, position=0, count=1, tokens=[1])
-        with pytest.raises(EngineError, match=message):
-            engine.decode([segment], output)
-        assert engine.length(0) == 0
-        engine.close()
+        with pytest.raises(ModelLoadError, match=f"cannot run a row: .*({message})"):
+            LlamaEngine.load(attrs.evolve(info, boundary_node=node), EngineOptions(n_threads=1))
 
 
 def test_without_a_spare_layer_every_row_is_kept(tiny_model: Path, slice_cache: Path) -> None:
@@ -201,6 +196,8 @@ def test_a_closed_engine_says_so(tiny_kind: Kind) -> None:
         ({"context_length": 0}, "context_length"),
         ({"context_length": 2**24, "max_sequences": 256}, "context_length"),
         ({"max_sequences": 257}, "max_sequences"),
+        ({"cells": 1024}, "kv_unified"),
+        ({"cells": 100, "kv_unified": True}, "at least context_length"),
         ({"n_batch": True}, "n_batch"),
         ({"n_ubatch": 0}, "n_ubatch"),
         ({"n_threads": 0}, "n_threads"),
@@ -258,7 +255,7 @@ def test_state_with_forged_cells_is_refused(
     expected = bits(chain.feed((0, PROMPT)))
     engine = chain.last
     assert isinstance(engine, LlamaEngine)
-    good = engine.export_state(0)
+    good = bytes(engine.export_state(0))
     first_cell = HEADER_BYTES + 16
     forged: list[tuple[bytes, int]] = [(good, len(PROMPT) - 1), (good[: first_cell + 40], len(PROMPT))]
     for offset, word in ((0, -1), (0, 2**31 - 1), (12, 0), (4, 0), (4, 2), (-4, 5), (-8, 0)):
@@ -267,7 +264,7 @@ def test_state_with_forged_cells_is_refused(
         forged.append((bytes(state), len(PROMPT)))
     for body, length in forged:
         with pytest.raises(EngineError):
-            engine.import_state(1, engine._state.seal(bytearray(body), length))
+            engine.import_state(1, engine._memory._state.seal(memoryview(bytearray(body)), length))
         assert engine.length(1) == 0
     engine.import_state(1, good)
     chain.each(lambda stage: stage.drop(0))

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 
 from skippy.engine.base import (
@@ -20,7 +21,15 @@ from skippy.engine.base import (
     StageEngine,
     Vocabulary,
 )
-from skippy.engine.checks import TokenArray, check_batch, check_copy, check_finite, check_sequence, check_trim
+from skippy.engine.checks import (
+    TokenArray,
+    check_batch,
+    check_copy,
+    check_difference,
+    check_finite,
+    check_sequence,
+    check_trim,
+)
 from skippy.engine.options import EngineOptions
 from skippy.engine.running import RunningDecode
 from skippy.engine.tap import Tap, create_tap
@@ -29,11 +38,12 @@ from skippy.protocol.messages import SamplingConfig
 
 from .batch import NativeBatch
 from .boundary import BoundaryRows
-from .loading import LoadProgress, create_context, kv_bytes, load_model, set_abort_flag
-from .native import address_of, api, ggml_functions, initialise
+from .loading import LoadProgress, create_context, load_model, set_abort_flag
+from .memory import CacheSizes, MemoryKind, SequenceMemory
+from .native import api, ggml_functions, initialise
 from .order import NativeCall, RowOrder, plan_calls
 from .sampler import LlamaSampler
-from .state import HEADER_BYTES, StateFormat, check_cells
+from .state import StateFormat
 from .vocabulary import LlamaVocabulary
 
 _NO_SLOT = 1  # llama_decode: the cache has no room for the batch; nothing was changed
@@ -54,16 +64,12 @@ class LlamaEngine(StageEngine):
         self._model = model
         self._context = context
         self._tap = tap
-        self._memory = int(api.llama_get_memory(context))
-        self._unified = options.kv_unified
-        self._lengths = [0] * options.max_sequences
-        self._state = StateFormat.of(slice_info, options)
-        self._failed: str | None = None
-        self._plain_cache = _has_plain_cache(model)
+        kind = MemoryKind.of(model, options)
+        self._memory = SequenceMemory(context, kind, StateFormat.of(slice_info, options))
         self._vocabulary = LlamaVocabulary(model) if _has_vocabulary(model, slice_info) else None
-        self._order = _row_order(model, options)
+        self._order = _row_order(kind)
         self._ubatch = int(api.llama_n_ubatch(context))
-        self._info = _describe(model, context, slice_info, options, tap)
+        self._info = _describe(model, context, slice_info, options, tap, kind)
         self._batch = NativeBatch(
             rows=self._info.max_batch,
             width=self._info.input_width,
@@ -71,8 +77,16 @@ class LlamaEngine(StageEngine):
             all_outputs=not slice_info.is_last and slice_info.spare_layers == 0,
         )
         self._logits: list[FloatArray] = []
+        self._ran = False  # some rows of the last decode were computed
         self._running = RunningDecode()
         self._aborts = set_abort_flag(context, self._running.flag)
+        sizes = self._measure(kind)
+        self._info = attrs.evolve(
+            self._info,
+            position_bytes=sizes.position_bytes,
+            sequence_bytes=sizes.sequence_bytes,
+            kv_bytes=sizes.kv_bytes,
+        )
 
     @classmethod
     def load(
@@ -118,10 +132,11 @@ class LlamaEngine(StageEngine):
 
     def decode(self, segments: Sequence[Segment], output: memoryview | None = None) -> None:
         self._check_usable()
-        tokens = check_batch(self._info, self._lengths, segments, output)
+        tokens = check_batch(self._info, self._memory.lengths, segments, output)
         check_finite(segments)
         self._logits = []
         calls = plan_calls(segments, self._order, self._ubatch)
+        self._ran = False
         logits: list[Sequence[FloatArray]] = [()] * len(segments)
         self._running.begin(segments)
         try:
@@ -134,11 +149,11 @@ class LlamaEngine(StageEngine):
             finally:
                 self._running.end()
         except BaseException:
-            self._rewind(segments)
+            self._memory.rewind([segment.sequence for segment in segments], ran=self._ran)
             raise
         self._logits = list(itertools.chain.from_iterable(logits))
         for segment in segments:
-            self._lengths[segment.sequence] += segment.count
+            self._memory.lengths[segment.sequence] += segment.count
 
     def abort(self, segments: Sequence[Segment] | None = None) -> bool:
         return self._aborts and self._running.abort(segments)
@@ -164,6 +179,7 @@ class LlamaEngine(StageEngine):
         if code == _NO_SLOT:
             names = ", ".join(str(segment.sequence) for segment in part)
             raise ContextFullError(f"the cache has no room for {batch.n_tokens} more rows (sequence {names})")
+        self._ran = True
         if code != 0:
             raise EngineError(f"llama.cpp could not decode {batch.n_tokens} rows (code {code})")
         if self._tap is not None and boundary is not None:
@@ -198,13 +214,6 @@ class LlamaEngine(StageEngine):
         buffer = (ctypes.c_float * (rows * size)).from_address(ctypes.addressof(pointer.contents))
         return np.frombuffer(memoryview(buffer), dtype=np.float32).reshape(rows, size)
 
-    def _rewind(self, segments: Sequence[Segment]) -> None:
-        """Put every sequence of a failed batch back to its length before it, or drop it where that fails."""
-        for segment in segments:
-            length = self._lengths[segment.sequence]
-            if not self._native_trim(segment.sequence, length):
-                self._native_drop(segment.sequence)
-
     def logits(self, index: int) -> FloatArray:
         if not 0 <= index < len(self._logits):
             raise ValueError(f"logits row {index} was not asked for, there are {len(self._logits)}")
@@ -218,95 +227,57 @@ class LlamaEngine(StageEngine):
 
     def length(self, sequence: int) -> int:
         check_sequence(self._info, sequence)
-        return self._lengths[sequence]
+        return self._memory.lengths[sequence]
 
     def trim(self, sequence: int, length: int) -> None:
         self._check_usable()
         check_trim(self._info, sequence, self.length(sequence), length)
-        if length == self._lengths[sequence]:
-            return
-        if length and not self._info.can_trim:
-            raise EngineError("this model's state cannot be trimmed; drop the sequence instead")
-        if not self._native_trim(sequence, length):
-            self._native_drop(sequence)
-            raise EngineError(f"sequence {sequence} could not be trimmed to {length} and was dropped")
-        self._lengths[sequence] = length
+        self._memory.trim(sequence, length)
 
     def drop(self, sequence: int) -> None:
         check_sequence(self._info, sequence)
         if self._context:
-            self._native_drop(sequence)
-        self._lengths[sequence] = 0
-
-    def _native_trim(self, sequence: int, length: int) -> bool:
-        """Remove positions from ``length`` on. False if llama.cpp could not, or holds something else now."""
-        if not api.llama_memory_seq_rm(self._memory, sequence, length if length else -1, -1):
-            return False
-        return bool(api.llama_memory_seq_pos_max(self._memory, sequence) == length - 1)
-
-    def _native_drop(self, sequence: int) -> None:
-        self._lengths[sequence] = 0
-        api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        if api.llama_memory_seq_pos_max(self._memory, sequence) != -1:
-            self._failed = f"sequence {sequence} could not be cleared"
+            self._memory.drop(sequence)
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         self._check_usable()
-        held = self.length(source)
-        count = check_copy(self._info, source, target, held, self.length(target), length)
-        if count < held and count and not self._info.can_trim:
-            raise EngineError("this model's state can only be copied whole")
-        if not count:
-            return
-        if self._unified:
-            # Metadata only. Across streams llama.cpp copies whole streams, and not before the next decode.
-            api.llama_memory_seq_cp(self._memory, source, target, -1, -1)
-        else:
-            self._native_import(target, memoryview(self._native_export(source, 0)), held)
-        if not self._native_trim(target, count):
-            self._native_drop(target)
-            raise EngineError(f"sequence {source} could not be copied")
-        self._lengths[target] = count
+        held, target_held = self.length(source), self.length(target)
+        self._memory.copy(source, target, check_copy(self._info, source, target, held, target_held, length))
 
-    def export_state(self, sequence: int) -> bytes:
+    def export_state(self, sequence: int) -> memoryview:
         self._check_usable()
-        length = self.length(sequence)
-        return self._state.seal(self._native_export(sequence, HEADER_BYTES), length)
-
-    def _native_export(self, sequence: int, offset: int) -> bytearray:
-        """llama.cpp's state of a sequence, at ``offset`` of a new buffer."""
-        size = api.llama_state_seq_get_size(self._context, sequence)
-        buffer = bytearray(offset + size)
-        native = (ctypes.c_uint8 * size).from_buffer(buffer, offset)
-        if not size or api.llama_state_seq_get_data(self._context, native, size, sequence) != size:
-            raise EngineError(f"the state of sequence {sequence} could not be read")
-        return buffer
+        check_sequence(self._info, sequence)
+        return self._memory.export(sequence)
 
     def import_state(self, sequence: int, state: bytes | memoryview) -> None:
         self._check_usable()
         if self.length(sequence):
             raise ValueError(f"sequence {sequence} is not empty")
-        body, length = self._state.open(state, self._info.context_length)
-        if length:
-            if self._plain_cache:
-                check_cells(body, length)
-            self._native_import(sequence, body, length)
-            self._lengths[sequence] = length
+        self._memory.import_(sequence, state, self._info.context_length)
 
-    def _native_import(self, sequence: int, body: memoryview, length: int) -> None:
-        """Load native state; on failure the sequence is empty. Cells are checked against ``length``."""
-        native = (ctypes.c_uint8 * len(body)).from_address(address_of(body))
-        read = api.llama_state_seq_set_data(self._context, native, len(body), sequence)
-        last = api.llama_memory_seq_pos_max(self._memory, sequence)
-        if read != len(body) or last != length - 1:
-            self._native_drop(sequence)
-            raise EngineError(f"the state of sequence {sequence} could not be restored")
+    def difference(self, first: int, second: int, length: int) -> float:
+        self._check_usable()
+        check_difference(self._info, first, second, self.length(first), self.length(second), length)
+        return self._memory.difference(first, second, length) if length else 0.0
+
+    def _measure(self, kind: MemoryKind) -> CacheSizes:
+        """Sizes of the cache, as found by running one row."""
+        info = self._info
+        values = None if info.is_first else memoryview(bytes(info.input_width * 4))
+        row = Segment(0, 0, 1, tokens=[0] if info.is_first else None, activation=values)
+        try:
+            self.decode([row], None if info.is_last else memoryview(bytearray(info.output_width * 4)))
+            layout = self._memory.layout(0)
+        except EngineError as error:
+            raise ModelLoadError(f"the model cannot run a row: {error}") from error
+        self._memory.drop(0)
+        return CacheSizes.of(layout, self._context, kind)
 
     def _check_usable(self) -> None:
         if not self._context:
             raise EngineError("this engine is closed")
-        if self._failed:
-            raise EngineError(f"this engine has failed: {self._failed}")
+        if self._memory.failed:
+            raise EngineError(f"this engine has failed: {self._memory.failed}")
 
     def close(self) -> None:
         if self._context:
@@ -326,22 +297,10 @@ def _has_vocabulary(model: int, slice_info: SliceInfo) -> bool:
     return True
 
 
-def _has_plain_cache(model: int) -> bool:
-    """Whether all layers attend to all positions, with one position per row: one cache of a known format."""
-    return (
-        api.llama_model_n_swa(model) == 0
-        and _position_sections(model) == 1
-        and not api.llama_model_is_recurrent(model)
-        and not api.llama_model_is_hybrid(model)
-    )
-
-
-def _row_order(model: int, options: EngineOptions) -> RowOrder:
-    if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
+def _row_order(kind: MemoryKind) -> RowOrder:
+    if kind.recurrent or kind.forgetful:
         return RowOrder.UNKNOWN
-    if api.llama_model_n_swa(model) > 0 and not options.swa_full:
-        return RowOrder.UNKNOWN
-    return RowOrder.BATCH if options.kv_unified else RowOrder.EQUAL
+    return RowOrder.BATCH if kind.unified else RowOrder.EQUAL
 
 
 def _position_sections(model: int) -> int:
@@ -350,11 +309,9 @@ def _position_sections(model: int) -> int:
 
 
 def _describe(
-    model: int, context: int, slice_info: SliceInfo, options: EngineOptions, tap: Tap | None
+    model: int, context: int, slice_info: SliceInfo, options: EngineOptions, tap: Tap | None, kind: MemoryKind
 ) -> EngineInfo:
     ends = slice_info.is_first or slice_info.is_last
-    windowed = api.llama_model_n_swa(model) > 0 and not options.swa_full
-    recurrent = api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model)
     vocabulary: Any = api.llama_model_get_vocab(model)
     return EngineInfo(
         layer_start=slice_info.layer_start,
@@ -367,9 +324,8 @@ def _describe(
         context_length=options.context_length,
         max_batch=min(options.n_batch, int(api.llama_n_batch(context))),
         max_sequences=options.max_sequences,
-        can_trim=not (windowed or recurrent),
-        can_mix=_row_order(model, options) is not RowOrder.UNKNOWN,
+        can_trim=kind.can_trim,
+        can_mix=_row_order(kind) is not RowOrder.UNKNOWN,
         tap=None if tap is None else tap.kind,
         weights_bytes=int(api.llama_model_size(model)),
-        kv_bytes=kv_bytes(model, slice_info, options, int(api.llama_n_ctx(context))),
     )

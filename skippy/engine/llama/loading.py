@@ -34,17 +34,6 @@ _CACHE_TYPES: Final = {
     "iq4_nl": 20,
     "bf16": 30,
 }  # enum ggml_type
-_BLOCK_BYTES: Final = {
-    "f32": (1, 4),
-    "f16": (1, 2),
-    "bf16": (1, 2),
-    "q4_0": (32, 18),
-    "q4_1": (32, 20),
-    "q5_0": (32, 22),
-    "q5_1": (32, 24),
-    "q8_0": (32, 34),
-    "iq4_nl": (32, 18),
-}  # values and bytes of one block, ggml-common.h
 
 
 def load_model(info: SliceInfo, options: EngineOptions, progress: LoadProgress | None = None) -> int:
@@ -128,18 +117,24 @@ def _check_model(model: int, info: SliceInfo) -> None:
         raise ModelLoadError(f"{info.path} ({info.architecture}) does not generate text token by token")
 
 
+def _padded(cells: int) -> int:
+    return -(-cells // _CELL_PADDING) * _CELL_PADDING
+
+
 def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap | None) -> int:
     """A context with its KV cache. Returns llama.cpp's context pointer.
 
-    Each sequence gets ``context_length`` cells, rounded up to a multiple of 256 as llama.cpp wants; the
-    engine holds callers to the length they asked for.
+    Each sequence gets ``context_length`` cells, or all together ``cells``, rounded up to a multiple of 256 as
+    llama.cpp wants; the engine holds callers to the length they asked for.
 
     Raises:
         ModelLoadError: with llama.cpp's own words where it gave any.
     """
-    padded = -(-options.context_length // _CELL_PADDING) * _CELL_PADDING
     params: Any = api.llama_context_default_params()
-    params.n_ctx = padded * options.max_sequences
+    if options.cells is None:
+        params.n_ctx = _padded(options.context_length) * options.max_sequences
+    else:
+        params.n_ctx = _padded(options.cells)
     params.n_batch = params.n_outputs_max = max(options.n_batch, options.max_sequences)
     if not info.is_last and info.spare_layers:
         # No row of this stage is ever an output; llama.cpp wants room for one per sequence all the same.
@@ -187,16 +182,3 @@ def set_abort_flag(context: int, flag: int) -> bool:
         return False
     api.llama_set_abort_callback(context, ctypes.cast(function, api.ggml_abort_callback), flag)
     return True
-
-
-def kv_bytes(model: int, info: SliceInfo, options: EngineOptions, cells: int) -> int:
-    """Size of the KV cache for ``cells`` cells, by the model's head sizes, the same in every layer."""
-    heads = max(1, api.llama_model_n_head(model))
-    default = api.llama_model_n_embd(model) // heads
-    total = 0
-    for kind, key in ((options.cache_type_k, "key_length"), (options.cache_type_v, "value_length")):
-        text = metadata(model, f"{info.architecture}.attention.{key}")
-        head = int(text) if text is not None and text.isdigit() else default
-        values, size = _BLOCK_BYTES[kind]
-        total += head * api.llama_model_n_head_kv(model) * size // values
-    return total * cells * int(api.llama_model_n_layer(model))
