@@ -23,7 +23,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import attrs
 
@@ -31,7 +31,7 @@ from skippy.config import ConfigError
 from skippy.protocol import Buffer
 from skippy.telemetry import get_logger
 
-from .blocks import digest_of_pieces
+from .blocks import BLOCK_BYTES, digest_of_pieces
 from .folders import PrivateFolder
 from .statefile import SUFFIX, StateFileError, StateHead, name_of, path_key, read_head, read_state
 
@@ -129,7 +129,7 @@ class DurableStore:
         self._identity = identity
         self._reserve = reserve_bytes
         with contextlib.ExitStack() as stack:
-            self._root = open_root(Path(directory), identity)
+            self._root = PrivateFolder.open_below(Path(directory), identity.hex()[:32])
             stack.callback(self._root.close)
             lock = self._root.lock("owner.lock")
             stack.callback(os.close, lock)
@@ -142,7 +142,7 @@ class DurableStore:
             self._writing = threading.Lock()
             self._files: OrderedDict[str, StateFile] = OrderedDict()
             self._stats = DurableStats()
-            self._closed = False
+            self._closed, self._ending = False, threading.Event()
             self._failing = False
             try:
                 self._found = self._reconcile()
@@ -224,8 +224,7 @@ class DurableStore:
             if self._closed:
                 return Written(None)
             with self._lock:
-                same = self._files.get(file.name)
-                if same is not None:
+                if (same := self._files.get(file.name)) is not None:
                     self._files.move_to_end(file.name)
                     return Written(same)
             if file.file_bytes > self.max_bytes:
@@ -248,7 +247,11 @@ class DurableStore:
                 self._trim_quarantine(0)
 
     def close(self) -> None:
-        """Give the folder to the next process. Waits for a write that is under way; safe to call twice."""
+        """Give the folder to the next process; safe to call twice.
+
+        A write that is under way in another thread is broken off, and waited for as long as that takes.
+        """
+        self._ending.set()
         with self._writing, self._lock:
             if not self._closed:
                 self._closed = True
@@ -368,14 +371,15 @@ class DurableStore:
                 return False
             with open(self._states.create_file(temporary), "wb") as stream:
                 for piece in pieces:
-                    stream.write(piece)
+                    self._write_out(stream, memoryview(piece).cast("B"))
                 stream.flush()
                 os.fsync(stream.fileno())
             self._states.move(temporary, self._states, file.name)
             self._states.sync()
         except OSError as error:
-            self._stats.failed += 1
-            self._tell(str(error))
+            if not self._ending.is_set():
+                self._stats.failed += 1
+                self._tell(str(error))
             for name in (temporary, file.name):
                 with contextlib.suppress(OSError):
                     self._states.remove(name)
@@ -384,19 +388,14 @@ class DurableStore:
         self._failing = False
         return True
 
+    def _write_out(self, stream: BinaryIO, data: memoryview) -> None:
+        for start in range(0, len(data), BLOCK_BYTES):
+            if self._ending.is_set():
+                raise OSError("the store was closed")
+            stream.write(data[start : start + BLOCK_BYTES])
+
     def _tell(self, reason: str) -> None:
         """Log that states are not written, once until one is written again."""
         if not self._failing:
             self._failing = True
             _log.warning("states are not written to disk", folder=str(self.path), reason=reason)
-
-
-def open_root(directory: Path, identity: bytes) -> PrivateFolder:
-    """The folder of one stage below ``directory``, both made if they are missing. Raises ConfigError."""
-    try:
-        directory.mkdir(0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from error
-    if directory.is_symlink():
-        raise ConfigError(f"{directory}: is a symbolic link, must be a folder itself")
-    return PrivateFolder.open(directory / identity.hex()[:32])

@@ -58,6 +58,21 @@ class PrivateFolder:
             raise
         return folder
 
+    @classmethod
+    def open_below(cls, directory: Path, name: str) -> PrivateFolder:
+        """The folder ``name`` of a directory that may be others' too; both are made if they are missing.
+
+        Raises:
+            ConfigError: as :meth:`open`, and if the directory is a symbolic link itself.
+        """
+        try:
+            directory.mkdir(0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from error
+        if directory.is_symlink():
+            raise ConfigError(f"{directory}: is a symbolic link, must be a folder itself")
+        return cls.open(directory / name)
+
     def lock(self, name: str) -> int:
         """Take the folder for this process, until the returned descriptor is closed or the process ends.
 

@@ -8,13 +8,15 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from skippy.config import ConfigError
-from skippy.kv.durable import QUARANTINED_FILES, DurableStore, StateFile
+from skippy.kv.blocks import BLOCK_BYTES
+from skippy.kv.durable import QUARANTINED_FILES, DurableStore, StateFile, Written
 from skippy.kv.folders import PrivateFolder
 from skippy.kv.statefile import FIXED_BYTES
 
@@ -371,3 +373,22 @@ def test_a_closed_store_misses(tmp_path: Path) -> None:
     store.remove(file)
     store.clear()
     assert names(store) == [file.name]
+
+
+def test_closing_breaks_a_write_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path, 100 * BLOCK_BYTES)
+    real = PrivateFolder.create_file
+    closer = threading.Thread(target=store.close)
+
+    def create(self: PrivateFolder, name: str) -> int:
+        closer.start()
+        assert store._ending.wait(20)
+        return real(self, name)
+
+    monkeypatch.setattr(PrivateFolder, "create_file", create)
+    assert store.write("", (1,), [bytes(5 * BLOCK_BYTES)]) == Written(None)
+    closer.join(20)
+    assert names(store) == []
+    assert caplog.text == ""

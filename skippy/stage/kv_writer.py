@@ -1,0 +1,132 @@
+"""Stores exported states beside everything else: digests and files are for no event loop, nor the engine.
+
+Whoever wants a state stored reserves the writer's one place first, before the costly export, and goes without
+if it is taken: a stage that exports faster than its disk writes drops records, and never waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+import trio
+
+from skippy.telemetry import get_logger
+
+T = TypeVar("T")
+
+_log = get_logger("skippy.stage")
+
+
+@attrs.define(slots=True, eq=False)
+class _Job:
+    store: Callable[[], object]
+    done: Callable[[Any], object]
+
+
+class WriterPlace:
+    """The right to have one state stored: to be filled or given up, once. Event loop only."""
+
+    __slots__ = ("_writer",)
+
+    def __init__(self, writer: KvWriter) -> None:
+        self._writer: KvWriter | None = writer
+
+    def fill(self, store: Callable[[], T], done: Callable[[T | None], object]) -> None:
+        """Have ``store()`` called in a worker thread, and ``done`` in the event loop's with what it returns.
+
+        ``done(None)`` if it raises, which is logged, and if the writer ends before it was called. What it
+        returns after that goes nowhere. Never waits.
+        """
+        self._take()._fill(_Job(store, done))
+
+    def give_up(self) -> None:
+        """There is nothing to store after all."""
+        self._take()._taken = False
+
+    def _take(self) -> KvWriter:
+        writer, self._writer = self._writer, None
+        assert writer is not None, "a place is used once"
+        return writer
+
+
+class KvWriter:
+    """One state under way, and at most one waiting for it. Event loop only.
+
+    :meth:`run` is its task.
+
+    Args:
+        in_thread: False: in the event loop itself, under a virtual clock.
+
+    Attributes:
+        stored: states that ``store`` was called for, and returned.
+        dropped: reservations that were refused.
+        failed: calls that raised.
+    """
+
+    def __init__(self, *, in_thread: bool = True) -> None:
+        self.stored = self.dropped = self.failed = 0
+        self._in_thread = in_thread
+        self._limiter = trio.CapacityLimiter(1)
+        self._taken = False
+        self._ended = False
+        self._waiting: _Job | None = None
+        self._filled = trio.lowlevel.ParkingLot()
+
+    def reserve(self) -> WriterPlace | None:
+        """The place for one state, to be used soon; None if it is taken, which is counted. Never waits."""
+        if self._taken or self._ended:
+            self.dropped += 1
+            return None
+        self._taken = True
+        return WriterPlace(self)
+
+    @property
+    def free(self) -> bool:
+        """Whether :meth:`reserve` would give a place."""
+        return not (self._taken or self._ended)
+
+    def _fill(self, job: _Job) -> None:
+        if self._ended:
+            job.done(None)
+            return
+        self._waiting = job
+        self._filled.unpark()
+
+    async def run(self) -> None:
+        """Store what comes, until cancelled.
+
+        Cancelled, it does not wait for the call that is under way: that goes on in its thread, and should
+        find the store closed. It, and what was waiting, end as not stored.
+        """
+        job: _Job | None = None
+        try:
+            while True:
+                while self._waiting is None:
+                    await self._filled.park()
+                job, self._waiting, self._taken = self._waiting, None, False
+                result = await self._call(job.store)
+                done, job = job.done, None
+                done(result)
+                del done, result  # which may hold a state
+        finally:
+            self._ended = True
+            for left in (job, self._waiting):
+                if left is not None:
+                    left.done(None)
+            self._waiting = None
+
+    async def _call(self, store: Callable[[], object]) -> object:
+        try:
+            if self._in_thread:
+                result = await trio.to_thread.run_sync(store, limiter=self._limiter, abandon_on_cancel=True)
+            else:
+                await trio.lowlevel.checkpoint()
+                result = store()
+        except Exception:
+            self.failed += 1
+            _log.exception("a state could not be stored")
+            return None
+        self.stored += 1
+        return result
