@@ -12,6 +12,7 @@ import attrs
 import click
 
 from skippy.config import (
+    KvCacheConfig,
     OpenAIOptions,
     PeerConfig,
     SelectedDevice,
@@ -63,6 +64,12 @@ def render() -> str:
             "### selected_device",
             "",
             _table(SelectedDevice),
+            "### kv_cache",
+            "",
+            "Where a configuration has no `kv_cache`, the environment may: see",
+            "[operations.md](operations.md#environment).",
+            "",
+            _table(KvCacheConfig),
             "### Keys of features that do not exist yet",
             "",
             _unavailable(StageConfig),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from skippy.config import (
     load_stage_config,
     load_topology,
     switched_on,
+    with_environment,
 )
 
 from .errors import SettingError
@@ -293,15 +295,19 @@ draft_options = combine(
 def read_stage(
     config_path: Path | None, topology_path: Path | None, bind_addr: str | None = None
 ) -> tuple[StageConfig, StageTopology | None]:
-    """Load and cross-check a stage's files; ``bind_addr`` overrides the file's."""
+    """Load and cross-check a stage's files.
+
+    ``bind_addr`` overrides the file's, and the environment has its say in ``kv_cache``.
+    """
     if config_path is None:
         raise click.UsageError("--config FILE is missing; skippy example-config prints one to start from")
     config = load_stage_config(config_path)
     topology = load_topology(topology_path) if topology_path is not None else None
     if topology is not None:
         check_against_topology(config, topology)
-    if bind_addr is not None:
-        config = attrs.evolve(config, bind_addr=bind_addr)
+    kv_cache = with_environment(config.kv_cache, os.environ)
+    if bind_addr is not None or kv_cache != config.kv_cache:
+        config = attrs.evolve(config, bind_addr=bind_addr or config.bind_addr, kv_cache=kv_cache)
     return config, topology
 
 

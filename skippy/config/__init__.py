@@ -7,6 +7,7 @@ A leaf: anyone may import it, it imports nothing of skippy.
 from .endpoint import Endpoint
 from .errors import ConfigError
 from .files import load_stage_config, load_topology, stage_config_from_json, topology_from_json
+from .kv import KvCacheConfig, with_environment
 from .links import check_links
 from .options import OpenAIOptions, StageOptions, WireConditions
 from .stage import PeerConfig, SelectedDevice, StageConfig
@@ -17,6 +18,7 @@ from .topology import StagePlacement, StageTopology, check_against_topology
 __all__ = [
     "ConfigError",
     "Endpoint",
+    "KvCacheConfig",
     "OpenAIOptions",
     "PeerConfig",
     "SelectedDevice",
@@ -34,4 +36,5 @@ __all__ = [
     "switched_on",
     "to_json_value",
     "topology_from_json",
+    "with_environment",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
 from .endpoint import Endpoint
 from .errors import ConfigError
 from .fields import key, refuse_unavailable, require, require_range, require_text, unavailable
+from .kv import KvCacheConfig, refuse_kv_cache
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 SplitMode = Literal["auto", "none", "layer", "row", "tensor"]
@@ -129,6 +130,10 @@ class StageConfig:
         default=None,
     )
     swa_full: bool | None = key("Full-size cache for sliding-window layers; null: yes.", default=None)
+    kv_cache: KvCacheConfig | None = key(
+        "What the stage remembers between requests; null: nothing, unless SKIPPY_KV_CACHE says otherwise.",
+        default=None,
+    )
     native_mtp_enabled: bool = key(
         "Use a model's multi-token-prediction layers. Not available yet: refused for a model that has them; "
         "for one without them, true is a notice and has no effect.",
@@ -152,7 +157,6 @@ class StageConfig:
     image_max_tokens: int | None = unavailable(None, "image and audio input is")
     generation_signal_window: int | None = unavailable(None, "the generation signal window is")
     cache_idle_slots: int | None = unavailable(None, "keeping idle sessions cached is")
-    kv_cache: dict[str, Any] | None = unavailable(None, "the prefix cache is")
     glm_dsa_policy: str = unavailable("auto", "choosing the GLM sparse attention policy is")
     filter_tensors_on_load: bool = unavailable(False, "filtering a prepared file's tensors is")
     resident_tensor_names: tuple[str, ...] = unavailable((), "naming resident tensors is")
@@ -179,6 +183,7 @@ class StageConfig:
         )
         Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
         self._check_position()
+        self._check_kv_cache()
         refuse_unavailable(self)
 
     def _check_engine(self) -> None:
@@ -197,6 +202,20 @@ class StageConfig:
             self.flash_attn_type != "disabled" or self.cache_type_v in ("f32", "f16", "bf16"),
             f'cache_type_v: "{self.cache_type_v}" needs flash_attn_type auto or enabled',
         )
+
+    def _check_kv_cache(self) -> None:
+        extra = None if self.kv_cache is None else self.kv_cache.extra_sequences
+        if extra:
+            sequences = self.lane_count + extra
+            require(
+                sequences <= 256,
+                f"kv_cache.extra_sequences: and lane_count are {sequences} sequences, at most 256",
+            )
+            require(
+                self.kv_unified is True or sequences * self.ctx_size <= I32_MAX,
+                f"kv_cache.extra_sequences: ctx_size times {sequences} sequences must be below 2**31",
+            )
+        refuse_kv_cache(self.kv_cache)
 
     def _check_position(self) -> None:
         """Stage index, first layer and neighbours must tell one story."""

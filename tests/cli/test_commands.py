@@ -218,7 +218,10 @@ def test_only_stage_0_serves_openai(capsys: Capture, tmp_path: Path) -> None:
         (b"\xff\xfe", "line 1: not UTF-8 (byte 0xff)"),
         (json.dumps(STAGE | {"lane_count": "8"}).encode(), "lane_count: expected an integer"),
         (json.dumps(STAGE | {"lane_cuont": 8}).encode(), "lane_cuont: unknown key; did you mean lane_count?"),
-        (json.dumps(STAGE | {"kv_cache": {}}).encode(), "kv_cache: the prefix cache is not available yet"),
+        (
+            json.dumps(STAGE | {"kv_cache": {"mode": "record"}}).encode(),
+            "kv_cache: the prefix cache is not available yet",
+        ),
     ],
 )
 def test_wrong_configuration_files(capsys: Capture, tmp_path: Path, data: bytes, text: str) -> None:
