@@ -21,6 +21,8 @@ MAX_METADATA_BYTES: Final = 64 * 1024
 """Far more than all keys take; parsing stops the stage meanwhile."""
 MAX_TOP_LOGPROBS: Final = 20
 MAX_NAMESPACE_DIGITS: Final = 64
+DROP_WORDS: Final = ("all", "common")
+I32_MAX: Final = 2**31 - 1
 _NAMESPACE: Final = re.compile(f"[0-9a-f]{{1,{MAX_NAMESPACE_DIGITS}}}")
 
 
@@ -33,10 +35,16 @@ class GenerationSettings:
             likeliest tokens, 0 to 20; None sends none.
         cache_namespace: of every stage: the part of its prefix cache that the request reads and writes, up to
             64 lower-case hexadecimal digits; "" is the common one.
+        cache_audit: of every stage: compare so many of the request's first tokens, once it is stopped, with
+            what it remembers of them; the request restores nothing. 0: none.
+        cache_drop: of every stage: forget what it remembers in all namespaces, in the common one, or in those
+            that begin with these digits; "": nothing.
     """
 
     top_logprobs: int | None = None
     cache_namespace: str = ""
+    cache_audit: int = 0
+    cache_drop: str = ""
 
     def check_annexed(self, stage_index: int, channels: Iterable[ReplyChannel]) -> None:
         """SettingsRefused where log-probabilities would have to pass a channel that has no room for them."""
@@ -68,12 +76,20 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         fields = parse_object(text.encode(), "chat sampling metadata")
         top = fields.integer_or_absent("top_logprobs", 0, MAX_TOP_LOGPROBS)
         namespace = fields.text_or_absent("cache_namespace")
+        audit = fields.integer_or_absent("cache_audit", 1, I32_MAX)
+        drop = fields.text_or_absent("cache_drop")
         fields.end()
     except RemoteProtocolError as exc:
         raise SettingsRefused(str(exc)) from exc
-    if namespace is not None and not _NAMESPACE.fullmatch(namespace):
+    _check_digits("cache_namespace", namespace)
+    if drop not in DROP_WORDS:
+        _check_digits("cache_drop", drop, f"{', '.join(DROP_WORDS)} or ")
+    return GenerationSettings(top, namespace or "", audit or 0, drop or "")
+
+
+def _check_digits(name: str, value: str | None, words: str = "") -> None:
+    if value is not None and not _NAMESPACE.fullmatch(value):
         raise SettingsRefused(
-            f"chat sampling metadata: cache_namespace is {namespace[:80]!r}, must be 1 to "
-            f"{MAX_NAMESPACE_DIGITS} lower-case hexadecimal digits, or left out"
+            f"chat sampling metadata: {name} is {value[:80]!r}, must be {words}1 to {MAX_NAMESPACE_DIGITS} "
+            "lower-case hexadecimal digits, or left out"
         )
-    return GenerationSettings(top, namespace or "")

@@ -172,6 +172,8 @@ async def test_a_verify_window_has_scores_for_each_of_its_tokens(stages: int) ->
         ('{"cache_namespace": "Ab"}', "cache_namespace is 'Ab', must be 1 to 64 lower-case hexadecimal"),
         ('{"cache_namespace": ""}', "cache_namespace is '', must be 1 to 64"),
         ('{"cache_namespace": "%s"}' % ("a" * 65), "must be 1 to 64 lower-case hexadecimal digits"),
+        ('{"cache_audit": 0}', "field 'cache_audit' must be 1 to 2147483647"),
+        ('{"cache_drop": "everything"}', "cache_drop is 'everything', must be all, common or 1 to 64 lower-"),
         ('{"cache_namespace": 7}', "field 'cache_namespace' must be a string, not an integer"),
         ('{"grammar": "root ::= x"}', "chat sampling metadata: unknown field 'grammar'"),
         ("[1]", "chat sampling metadata must be an object, not a list"),
@@ -191,6 +193,9 @@ def test_metadata_that_asks_for_nothing() -> None:
     assert GenerationSettings().to_metadata() is None
     assert GenerationSettings(0).to_metadata() == '{"top_logprobs":0}'
     assert parse_metadata(GenerationSettings(20).to_metadata()) == GenerationSettings(20)
+    for drop in ("all", "common", "0a", ""):
+        settings = GenerationSettings(None, "ab" * 32, 77, drop)
+        assert parse_metadata(settings.to_metadata()) == settings
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
