@@ -38,6 +38,7 @@ from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.lanes import LanePool
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
+from skippy.kv.settings import extra_sequences
 from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice
 from skippy.stage import Stage, StageStartError, open_stage as _open_stage
 from skippy.stage.admission import ModelIdentity, dialled_ranges, identify_model
@@ -128,9 +129,12 @@ async def open_stage(
 def engine_options(config: StageConfig) -> EngineOptions:
     """The engine settings that a stage's configuration asks for."""
     defaults = EngineOptions()
+    unified = defaults.kv_unified if config.kv_unified is None else config.kv_unified
+    extra = extra_sequences(config.kv_cache, lane_count=config.lane_count, kv_unified=unified)
     return EngineOptions(
         context_length=config.ctx_size,
-        max_sequences=config.lane_count,
+        max_sequences=config.lane_count + extra,
+        cells=config.ctx_size * config.lane_count if unified else None,
         n_batch=defaults.n_batch if config.n_batch is None else config.n_batch,
         n_ubatch=defaults.n_ubatch if config.n_ubatch is None else config.n_ubatch,
         n_threads=config.n_threads,
@@ -150,7 +154,7 @@ def engine_options(config: StageConfig) -> EngineOptions:
         split_mode=config.split_mode,
         op_offload=defaults.op_offload if config.op_offload is None else config.op_offload,
         kv_offload=defaults.kv_offload if config.kv_offload is None else config.kv_offload,
-        kv_unified=defaults.kv_unified if config.kv_unified is None else config.kv_unified,
+        kv_unified=unified,
         swa_full=defaults.swa_full if config.swa_full is None else config.swa_full,
     )
 

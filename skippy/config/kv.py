@@ -165,14 +165,3 @@ def _choice(variable: str, word: str, choices: Mapping[str, T]) -> T:
         known = ", ".join(name for name in choices if name)
         raise ConfigError(f"{variable}: is {word!r}, must be one of {known}")
     return choice
-
-
-def refuse_kv_cache(config: KvCacheConfig | None) -> None:
-    """Refuse a cache that is on: stages do not use it yet.
-
-    Goes, with its call and the notice in docs/operations.md, when they do.
-    """
-    require(
-        config is None or not config.on,
-        'kv_cache: the prefix cache is not available yet; leave the key out, or set its mode to "disabled"',
-    )

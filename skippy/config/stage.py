@@ -9,7 +9,7 @@ import attrs
 from .endpoint import Endpoint
 from .errors import ConfigError
 from .fields import key, refuse_unavailable, require, require_range, require_text, unavailable
-from .kv import KvCacheConfig, refuse_kv_cache
+from .kv import KvCacheConfig
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 SplitMode = Literal["auto", "none", "layer", "row", "tensor"]
@@ -215,7 +215,6 @@ class StageConfig:
                 self.kv_unified is True or sequences * self.ctx_size <= I32_MAX,
                 f"kv_cache.extra_sequences: ctx_size times {sequences} sequences must be below 2**31",
             )
-        refuse_kv_cache(self.kv_cache)
 
     def _check_position(self) -> None:
         """Stage index, first layer and neighbours must tell one story."""

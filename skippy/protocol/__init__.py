@@ -64,6 +64,7 @@ from .messages import (
     SamplingConfig,
     StageState,
 )
+from .restores import RESTORE_EXTENSION, ask_for, is_hit, settled_length
 from .rules import (
     DATA_KINDS,
     POSITIONED_KINDS,
@@ -109,6 +110,7 @@ __all__ = [
     "PREDICTED_KINDS",
     "PREDICTION_BYTES",
     "READY_WORD",
+    "RESTORE_EXTENSION",
     "STEP_HEADER_BYTES",
     "WAVES_EXTENSION",
     "Action",
@@ -175,6 +177,7 @@ __all__ = [
     "activation_bytes",
     "activation_multiplier",
     "admit",
+    "ask_for",
     "authoritative_position",
     "bits_of_float",
     "carries_activation",
@@ -197,12 +200,14 @@ __all__ = [
     "execution_tokens",
     "float_of_bits",
     "frame_flags_of",
+    "is_hit",
     "is_skipped",
     "pack_wave",
     "predicted_token",
     "reply_kinds",
     "requires_predicted_reply",
     "set_seq_id",
+    "settled_length",
     "stale_reply",
     "state_flags_of",
     "state_matches_kind",

@@ -184,8 +184,12 @@ class UpstreamConnection(Machine[UpstreamState, UpstreamEvent]):
         return event
 
     def restore_missed(self) -> None:
-        """A TryRestorePrefillDecode found nothing: the request may prefill after all."""
+        """A TryRestorePrefillDecode was a miss: the request may prefill after all."""
         self._local(UpstreamEvent.RESTORE_MISSED)
+
+    def restore_hit(self) -> None:
+        """A TryRestorePrefillDecode was answered with a token."""
+        self._local(UpstreamEvent.RESTORE_HIT)
 
     def stopped(self) -> None:
         """The Stop was carried out; its Ack goes out next, so the peer may start another request."""

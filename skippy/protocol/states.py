@@ -18,7 +18,8 @@ Upstream connection
     first decode. A final prefill chunk samples, so it starts decoding. Stop ends the request; when we have
     acknowledged it the connection is idle again and may carry the next request. A cache probe asks a question
     and leaves the state alone, and so does a stale frame: it is answered, and nothing else. A fused
-    restore-and-decode that misses falls back to where prefill may start.
+    restore-and-decode is undecided until its answer: a hit has begun to decode, a miss falls back to where
+    prefill may start. A stage between the ends does not see the answer; what comes next decides.
     State transfer and a return-stream open fit nowhere here.
 
 Lane
@@ -101,6 +102,7 @@ class UpstreamState(TableEnum):
     IDLE = "idle"
     PREFILLING = "prefilling"
     CONFIGURED = "configured"
+    FUSED = "fused"
     DECODING = "decoding"
     STOPPING = "stopping"
     CLOSED = "closed"
@@ -116,6 +118,7 @@ class UpstreamEvent(TableEnum):
     PROBE = "probe"
     RESTORE = "restore"
     RESTORE_DECODE = "restore and decode"
+    RESTORE_HIT = "restore hit"
     RESTORE_MISSED = "restore missed"
     TRIM = "trim"
     RETIRE_WINDOW = "retire window"
@@ -137,7 +140,7 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.REPLAY_FINAL: _US.DECODING,
         _UE.PROBE: _US.IDLE,
         _UE.RESTORE: _US.PREFILLING,
-        _UE.RESTORE_DECODE: _US.DECODING,
+        _UE.RESTORE_DECODE: _US.FUSED,
         _UE.STOP: _US.STOPPING,
         _UE.CLOSE: _US.CLOSED,
     },
@@ -150,7 +153,7 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.REPLAY_FINAL: _US.DECODING,
         _UE.PROBE: _US.PREFILLING,
         _UE.RESTORE: _US.PREFILLING,
-        _UE.RESTORE_DECODE: _US.DECODING,
+        _UE.RESTORE_DECODE: _US.FUSED,
         _UE.TRIM: _US.PREFILLING,
         _UE.STALE: _US.PREFILLING,
         _UE.STOP: _US.STOPPING,
@@ -165,9 +168,26 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.REPLAY_FINAL: _US.DECODING,
         _UE.PROBE: _US.CONFIGURED,
         _UE.RESTORE: _US.CONFIGURED,
-        _UE.RESTORE_DECODE: _US.DECODING,
+        _UE.RESTORE_DECODE: _US.FUSED,
         _UE.TRIM: _US.CONFIGURED,
         _UE.STALE: _US.CONFIGURED,
+        _UE.STOP: _US.STOPPING,
+        _UE.CLOSE: _US.CLOSED,
+    },
+    _US.FUSED: {
+        _UE.PREFILL: _US.PREFILLING,
+        _UE.PREFILL_FINAL: _US.DECODING,
+        _UE.CONFIGURE: _US.CONFIGURED,
+        _UE.DECODE: _US.DECODING,
+        _UE.REPLAY: _US.PREFILLING,
+        _UE.REPLAY_FINAL: _US.DECODING,
+        _UE.PROBE: _US.FUSED,
+        _UE.RESTORE: _US.PREFILLING,
+        _UE.RESTORE_DECODE: _US.FUSED,
+        _UE.RESTORE_HIT: _US.DECODING,
+        _UE.RESTORE_MISSED: _US.PREFILLING,
+        _UE.TRIM: _US.FUSED,
+        _UE.STALE: _US.FUSED,
         _UE.STOP: _US.STOPPING,
         _UE.CLOSE: _US.CLOSED,
     },
@@ -175,7 +195,6 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.DECODE: _US.DECODING,
         _UE.REPLAY: _US.DECODING,
         _UE.REPLAY_FINAL: _US.DECODING,
-        _UE.RESTORE_MISSED: _US.PREFILLING,
         _UE.TRIM: _US.DECODING,
         _UE.STALE: _US.DECODING,
         _UE.RETIRE_WINDOW: _US.DECODING,

@@ -23,6 +23,7 @@ from skippy.models.info import is_slice, split_layer_name
 from skippy.protocol import (
     ANNEX_EXTENSION,
     LIVENESS_EXTENSION,
+    RESTORE_EXTENSION,
     WAVES_EXTENSION,
     AdmissionProfile,
     AdmissionRequest,
@@ -35,10 +36,12 @@ from skippy.protocol.strict_json import canonical_json
 
 Range = tuple[int, int]
 ENGINE_PACKAGE: Final = "llama-cpp-python"
-LANE_EXTENSIONS: Final = (WAVES_EXTENSION, LIVENESS_EXTENSION, ANNEX_EXTENSION)
+LANE_EXTENSIONS: Final = (WAVES_EXTENSION, LIVENESS_EXTENSION, RESTORE_EXTENSION, ANNEX_EXTENSION)
 """Between two stages."""
-STAGE_ZERO_EXTENSIONS: Final = (LIVENESS_EXTENSION, ANNEX_EXTENSION)
-"""With stage 0, which makes the waves; return streams carry none."""
+STAGE_ZERO_EXTENSIONS: Final = (LIVENESS_EXTENSION, RESTORE_EXTENSION, ANNEX_EXTENSION)
+"""With stage 0, which makes the waves."""
+RETURN_EXTENSIONS: Final = (LIVENESS_EXTENSION, ANNEX_EXTENSION)
+"""What a return stream has."""
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -254,7 +257,7 @@ def make_admission(
             cache_type_v=config.cache_type_v,
             context_length=info.context_length,
             batch_rows=info.max_batch,
-            extensions=LANE_EXTENSIONS if role is ConnectionRole.LANE else STAGE_ZERO_EXTENSIONS,
+            extensions=LANE_EXTENSIONS if role is ConnectionRole.LANE else RETURN_EXTENSIONS,
         )
         descriptor = None if end is None else describe(identity, config, info, (start, end))
         return request if descriptor is None else with_descriptor(request, descriptor)

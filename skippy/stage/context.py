@@ -15,6 +15,7 @@ from skippy.telemetry import Telemetry, get_logger
 from .admission import StageAdmission
 from .dialing import Admitted, DialWatch, dial_admitted
 from .errors import StageStartError
+from .keeping import StageCache
 from .links import Transport
 from .liveness import Liveness
 from .memory import FrameBudget
@@ -62,6 +63,7 @@ class StageContext:
         warm: a connection to the next stage that waits to be used, where the options ask for one.
         connection_numbers: a number for each lane, for messages and telemetry.
         lanes: the lanes that run now.
+        cache: what the stage remembers of prompts; None where it remembers nothing.
     """
 
     config: StageConfig
@@ -82,6 +84,7 @@ class StageContext:
     warm: WarmSlot = attrs.field(factory=WarmSlot)
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
     lanes: set[Lane] = attrs.field(factory=set)
+    cache: StageCache | None = None
 
     @property
     def info(self) -> EngineInfo:

@@ -43,6 +43,7 @@ class Downstream:
         window: the lane's credit for frames that an early ACK answers.
         annexed: the reply annex was agreed on this connection.
         waves: decode waves were agreed on this connection.
+        restores: and prefixes whose length the stages settle on.
         heartbeats: and heartbeats.
     """
 
@@ -54,10 +55,12 @@ class Downstream:
         *,
         annexed: bool = False,
         waves: bool = False,
+        restores: bool = False,
         heartbeats: bool = False,
     ) -> None:
         self.annexed = annexed
         self.waves = waves
+        self.restores = restores
         self._context = context
         self._link = link
         self._width = context.info.output_width
@@ -119,9 +122,9 @@ class Downstream:
         """A data message with the word of its wave; those of other kinds have none and stay as they are."""
         return _with_word(frame, self.wave_word(wave)) if frame.kind in ONE_TOKEN else frame
 
-    def with_sequence(self, settings: Message, sequence: int) -> Message:
+    def with_sequence(self, settings: Message, sequence: int | None) -> Message:
         """A ConfigureGeneration that says which native sequence this stage computes the request in."""
-        return _with_word(settings, sequence + 1 if self.waves else 0)
+        return _with_word(settings, sequence + 1 if self.waves and sequence is not None else 0)
 
     def close(self) -> None:
         """End the connection. Safe to call twice."""

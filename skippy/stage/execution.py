@@ -10,9 +10,7 @@ from skippy.protocol import (
     DATA_KINDS,
     Message,
     MessageKind,
-    RemoteProtocolError,
     Reply,
-    ReplyStats,
     UpstreamState,
     is_skipped,
     requires_predicted_reply,
@@ -21,30 +19,20 @@ from skippy.protocol import (
 from skippy.telemetry import Level, names
 
 from .clock import microseconds
-from .context import StageContext
 from .downstream import Downstream
 from .express import decode_span
 from .framing import allocate
+from .fusing import FusedRestores
 from .intake import RESTORES, check_data, check_restore, sequence_of, wave_of
-from .interfaces import LaneTasks, ReplySink
 from .queues import PendingReply
 from .session import Predicted, StageSession
 from .settings import parse_metadata
 from .statistics import Times
-from .steps import Steps
 from .work import Work
 
 
-class Execution(Steps):
-    """Carries out the messages of one lane, in order. It waits in its caller's task and has none of its own.
-
-    Attributes:
-        plain: a neighbour on this lane is a plain generation-8 peer, which knows nothing of stale frames.
-    """
-
-    def __init__(self, context: StageContext, replies: ReplySink, lane: LaneTasks) -> None:
-        super().__init__(context, replies, lane)
-        self.plain = False
+class Execution(FusedRestores):
+    """Carries out the messages of one lane, in order. It waits in its caller's task and starts none."""
 
     async def wait_settled(self) -> None:
         """Wait until every acknowledgement and prediction owed so far has come.
@@ -61,7 +49,10 @@ class Execution(Steps):
         """Check that a message fits here and now, else RemoteProtocolError; returns whether it is stale."""
         session = self._session
         stale = is_skipped(message) if session is None else session.is_stale(message)
-        self._machine.receive(message, stale=stale)
+        undecided = self._machine.state is UpstreamState.FUSED
+        event = self._machine.receive(message, stale=stale)
+        if undecided:
+            self._undo_missed(event)
         return stale
 
     async def carry_out(self, message: Message) -> None:
@@ -82,7 +73,11 @@ class Execution(Steps):
             await self._stop(message)
         elif kind is MessageKind.TRIM_SESSION:
             await self._trim(message)
+        elif kind is MessageKind.TRY_RESTORE_PREFILL_DECODE:
+            check_restore(message, self._context.stage_index)
+            await self._restore_and_decode(message)
         elif kind in RESTORES:
+            check_restore(message, self._context.stage_index)
             await self._restore(message)
         else:
             assert kind is MessageKind.RETIRE_VERIFY_WINDOW, "the machine lets nothing else through"
@@ -96,7 +91,8 @@ class Execution(Steps):
         wave = wave_of(message) if self.waves else None
         if message.kind is MessageKind.PREFILL_EMBD:
             await self._owe(Reply.ack())
-        session = await self._ensure_session()
+        session = self._ensure_session()
+        await session.place()
         downstream = self.downstream
         output = allocate(message.token_count * context.info.output_width * 4) if downstream else None
         outcome: list[Predicted] = []
@@ -114,6 +110,8 @@ class Execution(Steps):
         place = self._place_for(message, times)
         with decode_span(context.telemetry, message) as span:
             await session.run(work)
+            if not work.decodes:
+                session.grow(message.token_count)
             span["compute_ms"], span["decode_batch_size"] = work.compute_us / 1000, work.batch_size
         if times is not None:
             times.compute_us = work.compute_us
@@ -189,20 +187,18 @@ class Execution(Steps):
         if message.kind is MessageKind.VERIFY_WINDOW:
             self._windows.resolve(message.state.seq_id, 0)
 
-    def _check_skippable(self, message: Message) -> None:
-        """RemoteProtocolError where a neighbour would not know a frame without rows, or its answer."""
-        if self.plain:
-            raise RemoteProtocolError(
-                f"{message.kind.name} of generation {message.state.checkpoint_generation} is not carried "
-                "out, and a plain generation-8 peer in this chain cannot be told so"
-            )
-
     # -- controls --------------------------------------------------------------------------------------
 
     async def _configure(self, message: Message) -> None:
         context = self._context
-        session = await self._ensure_session(sequence_of(message) if self.waves else None)
+        session = self._ensure_session()
         settings = parse_metadata(message.chat_sampling_metadata)
+        if session.holding is None:
+            await session.place(sequence_of(message) if self.waves else None)
+        else:
+            session.holding.belong_to(
+                settings.cache_namespace, bypass=self._bypasses(settings.cache_namespace)
+            )
         if context.info.is_last:
             await session.configure(message.sampling, settings)
             await self._answers.open(message)
@@ -221,7 +217,7 @@ class Execution(Steps):
 
     async def _stop(self, message: Message) -> None:
         stale = 0 if self._session is None else self._session.stale_frames
-        self.drop_session()
+        await self._finish_session()
         self._context.telemetry.emit(
             names.STAGE_BINARY_SESSION_STOP,
             level=Level.DEBUG,
@@ -236,6 +232,14 @@ class Execution(Steps):
         await self.wait_settled()
         await self.predictions.release()
         await self._request(self.downstream, message, then=self._stopped)
+
+    async def _finish_session(self) -> None:
+        """The request has ended in good order."""
+        self._below = 0
+        self.revoke_relay()
+        if self._session is not None:
+            await self._session.finish()
+            self._session = None
 
     def _stopped(self) -> None:
         self._machine.stopped()
@@ -255,31 +259,6 @@ class Execution(Steps):
         if self.downstream is not None:
             await self.downstream.send(message)
 
-    async def _restore(self, message: Message) -> None:
-        """Answer a question about a cached prefix. There is no cache yet: a miss, and nobody else is asked.
-
-        What TryRestorePrefillDecode asks for is a prediction, so behind stage 0 the last stage answers it,
-        on the return stream, and a stage in between passes it on without its rows.
-        """
-        context = self._context
-        check_restore(message, context.stage_index)
-        miss = Reply.ack(self.stats.take(ReplyStats(kv_lookup_misses=1)))
-        if message.kind is not MessageKind.TRY_RESTORE_PREFILL_DECODE:
-            await self._owe(miss)
-            return
-        if self._session is not None and self._session.is_stale(message):
-            self._session.skip(message)
-        else:
-            self._machine.restore_missed()
-        if context.stage_index == 0:
-            await self._owe(miss)
-        elif self.downstream is not None:
-            self._check_skippable(message)
-            await self.downstream.send(message.skipped(context.stage_index))
-        else:
-            await self._answers.open(message)
-            await self._answers.send(miss)
-
     async def _request(
         self, downstream: Downstream, message: Message, then: Callable[[], None] = lambda: None
     ) -> None:
@@ -295,13 +274,3 @@ class Execution(Steps):
 
         await downstream.send(message, on_ack=on_ack, on_queued=lambda: self._owed.append(place))
         await self._replies.put(place)
-
-    async def _owe(self, reply: Reply) -> None:
-        await self._replies.put(PendingReply(reply))
-
-    # -- sessions --------------------------------------------------------------------------------------
-
-    async def _ensure_session(self, wanted: int | None = None) -> StageSession:
-        if self._session is None:
-            self._session = await StageSession.open(self._context.scheduler, self._windows, wanted)
-        return self._session

@@ -15,6 +15,7 @@ from skippy.engine import EngineError
 from skippy.protocol import (
     ANNEX_EXTENSION,
     LIVENESS_EXTENSION,
+    RESTORE_EXTENSION,
     WAVES_EXTENSION,
     Lane as LaneMachine,
     LaneState,
@@ -116,12 +117,17 @@ class Lane:
             self.machine.credit,
             annexed=ANNEX_EXTENSION in extensions,
             waves=WAVES_EXTENSION in extensions,
+            restores=RESTORE_EXTENSION in extensions,
             heartbeats=LIVENESS_EXTENSION in extensions,
         )
 
     def meet_plain_peer(self) -> None:
         """A neighbour on this lane is a plain generation-8 peer."""
         self._execution.plain = True
+
+    def meet_whole_restores(self) -> None:
+        """The upstream peer takes all of a cached prefix, or nothing."""
+        self._execution.whole = True
 
     def meet_waves(self) -> None:
         """The upstream peer agreed to decode waves."""

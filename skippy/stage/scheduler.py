@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import trio
 
-from skippy.engine import EngineInfo, StageEngine, Vocabulary
+from skippy.engine import EngineError, EngineInfo, StageEngine, Vocabulary
 
 from .errors import RequestFailed
 from .groups import DecodeGroups
@@ -41,6 +41,12 @@ class Scheduler:
         # kept side by side: the lowest free id goes first.
         self._free = list(range(engine.info.max_sequences))
         self._waiting = trio.lowlevel.ParkingLot()
+        self._kept: set[int] = set()
+        """Sequences of nobody's session, which hold what the prefix cache remembers."""
+        self.evict: Callable[[], bool] = lambda: False
+        """Asked to release a kept sequence when none is free; whether it has."""
+        self.on_quarantine: Callable[[int], object] = lambda _: None
+        """Told each sequence that could not be dropped, which nobody gets any more."""
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -49,22 +55,34 @@ class Scheduler:
 
     @property
     def free_sequences(self) -> int:
+        """Sequences that no session has: empty ones, and those that are kept until a session needs them."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def empty_sequences(self) -> int:
+        """Sequences that hold nothing."""
         return len(self._free)
 
-    async def acquire_sequence(self, wanted: int | None = None) -> int:
-        """A free native sequence id, ``wanted`` if that is free; else the lowest.
+    def take_sequence(self, wanted: int | None = None) -> int | None:
+        """An empty native sequence id, ``wanted`` if that is empty; else the lowest, else one that was kept.
 
-        Waits up to SEQUENCE_WAIT_SECS for one, else RequestFailed.
+        None where sessions have all of them. Never waits.
         """
+        if not self._free and not self.evict():
+            return None
+        if wanted not in self._free:
+            return heapq.heappop(self._free)
+        self._free.remove(wanted)
+        heapq.heapify(self._free)
+        return wanted
+
+    async def acquire_sequence(self, wanted: int | None = None) -> int:
+        """As :meth:`take_sequence`; waits up to SEQUENCE_WAIT_SECS for one, else RequestFailed."""
         await trio.lowlevel.checkpoint()
         with trio.move_on_after(SEQUENCE_WAIT_SECS):
-            while not self._free:
+            while (sequence := self.take_sequence(wanted)) is None:
                 await self._waiting.park()
-            if wanted not in self._free:
-                return heapq.heappop(self._free)
-            self._free.remove(wanted)
-            heapq.heapify(self._free)
-            return wanted
+            return sequence
         raise RequestFailed(
             f"no free sequence within {SEQUENCE_WAIT_SECS:.0f} s: all {self.info.max_sequences} are in use; "
             "raise lane_count on this stage, or send fewer requests at once"
@@ -76,12 +94,38 @@ class Scheduler:
         The id is free at once: whoever takes it queues its calls behind the drop.
         """
         self._runtime.post(functools.partial(self._forget, sequence))
+        self._kept.discard(sequence)
         heapq.heappush(self._free, sequence)
         self._waiting.unpark()
 
+    def keep_sequence(self, sequence: int) -> None:
+        """The sequence's session is over, and what it holds is kept, until :attr:`evict`. Never waits."""
+        self.pause(sequence)
+        self._kept.add(sequence)
+        self._waiting.unpark()
+
+    def evictable(self) -> None:
+        """Something that is kept may be evicted now: who waits for a sequence may try again."""
+        self._waiting.unpark()
+
+    def use_kept(self, sequence: int) -> None:
+        """A session has a kept sequence now, as it is."""
+        self._kept.remove(sequence)
+
     def _forget(self, sequence: int) -> None:
         self._iterations.leave(sequence)
-        self._engine.drop(sequence)
+        try:
+            self._engine.drop(sequence)
+        except EngineError:
+            self._runtime.tell(functools.partial(self._quarantine, sequence))
+            raise
+
+    def _quarantine(self, sequence: int) -> None:
+        """Nobody gets a sequence whose content is not known. One that a session has comes back here."""
+        if sequence in self._free:
+            self._free.remove(sequence)
+            heapq.heapify(self._free)
+            self.on_quarantine(sequence)
 
     def pause(self, sequence: int) -> None:
         """The session of this sequence does not decode on for now: batches must not wait for it."""

@@ -18,6 +18,7 @@ from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .accepting import serve_listener
 from .admission import ModelIdentity, identify_engine, make_admission
+from .caching import make_cache
 from .context import StageContext, find_neighbours, log
 from .errors import StageStartError
 from .links import Listener, StageLinks, Transport, open_links
@@ -222,4 +223,5 @@ def _make_context(
         return_endpoint=stage_zero,
         max_activation_bytes=info.max_batch * info.input_width * 4,
         liveness=Liveness(options.peer_timeout_secs),
+        cache=make_cache(config, scheduler),
     )

@@ -5,28 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-import attrs
-
-from skippy.engine import EngineError, Sampler, Segment, StageEngine
+from skippy.engine import EngineError, Segment, StageEngine
 from skippy.protocol import (
     POSITIONED_KINDS,
     Action,
     Message,
     MessageKind,
-    PositionLogProbabilities,
+    RemoteProtocolError,
     ReplyAnnex,
     SamplingConfig,
     Session,
+    SessionState,
     Verb,
     VerifyPipeline,
     execution_tokens,
     requires_predicted_reply,
 )
 
-from .errors import RequestFailed, SettingsRefused
+from .errors import LaneLost, RequestFailed, SettingsRefused
+from .history import NativeHistory
+from .holding import Holding
+from .keeping import Restored, StageCache
 from .runs import LocalRun
 from .scheduler import Scheduler
-from .scoring import score
 from .settings import GenerationSettings, parse_metadata
 from .work import Settle, Work
 
@@ -36,62 +37,29 @@ Sink = Callable[[Predicted, Work], bool]
 """What follows a work's rows in the engine's thread. True when the event loop must hear of it soon."""
 
 
-@attrs.define(slots=True)
-class _Native:
-    """What only engine calls touch, in their order: the token history and the sampler over it."""
-
-    history: list[int] = attrs.field(factory=list)
-    sampler: Sampler | None = None
-    top_logprobs: int | None = None
-    scores: list[PositionLogProbabilities] = attrs.field(factory=list)
-
-    def replace_sampler(self, sampler: Sampler | None) -> None:
-        if self.sampler is not None:
-            self.sampler.close()
-        self.sampler = sampler
-        if sampler is not None and self.history:
-            sampler.accept(self.history)
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Rows were run."""
-        self.history.extend(tokens)
-        if self.sampler is not None:
-            self.sampler.accept(tokens)
-
-    def sample(self, engine: StageEngine, row: int, step: int) -> int:
-        """What follows the last accepted token, from a row of the engine's logits."""
-        assert self.sampler is not None
-        logits = engine.logits(row)
-        token = self.sampler.sample(logits, step)
-        if self.top_logprobs is not None:
-            self.scores.append(score(logits, token, self.top_logprobs))
-        return token
-
-    def sample_each(self, engine: StageEngine, first: int, tokens: Sequence[int], step: int) -> list[int]:
-        """What follows each of the rows that were run, drawn as decoding them one by one would.
-
-        ``first``: the engine's logits row of the first of them.
-        """
-        predicted = []
-        for row, token in enumerate(tokens):
-            self.accept((token,))
-            predicted.append(self.sample(engine, first + row, step + row))
-        return predicted
-
-
 class StageSession:
     """Runs one session's messages on the engine.
 
-    Make one with :meth:`open`; :meth:`close` never waits and must be called on every path.
+    Before its first rows it needs a sequence, from :meth:`place` or :meth:`restore`. :meth:`close` never
+    waits and must be called on every path.
+
+    Args:
+        windows: as :class:`Session`.
+        cache: the stage's prefix cache.
     """
 
-    def __init__(self, scheduler: Scheduler, sequence: int, windows: VerifyPipeline) -> None:
+    def __init__(
+        self, scheduler: Scheduler, windows: VerifyPipeline, cache: StageCache | None = None
+    ) -> None:
         self._scheduler = scheduler
-        self._sequence = sequence
+        self.sequence: int | None = None
+        """The native sequence id; None before there is one."""
+        self.holding = None if cache is None else Holding(cache)
+        """The session's side of the prefix cache; None without one."""
         self._is_first = scheduler.info.is_first
         self._is_last = scheduler.info.is_last
         self._machine = Session(windows)
-        self._native = _Native()
+        self._native = NativeHistory()
         self._sampling: SamplingConfig | None = None
         self._configured = False
         self.scores = False
@@ -100,18 +68,14 @@ class StageSession:
         """What ran or runs last."""
         self._closed = False
 
-    @classmethod
-    async def open(
-        cls, scheduler: Scheduler, windows: VerifyPipeline, wanted: int | None = None
-    ) -> StageSession:
-        """A new, empty session; waits for a free sequence, best ``wanted``. Windows: as :class:`Session`."""
-        sequence = await scheduler.acquire_sequence(wanted)
-        return cls(scheduler, sequence, windows)
-
-    @property
-    def sequence(self) -> int:
-        """The native sequence id."""
-        return self._sequence
+    async def place(self, wanted: int | None = None) -> None:
+        """Take an empty sequence, best ``wanted``, unless the session has one. Waits until there is one."""
+        if self.sequence is None:
+            sequence = await self._scheduler.acquire_sequence(wanted)
+            if self._closed:
+                self._scheduler.release_sequence(sequence)
+                raise LaneLost("the lane ended while its session waited for a sequence")
+            self.sequence = sequence
 
     @property
     def length(self) -> int:
@@ -145,6 +109,16 @@ class StageSession:
             await self._scheduler.run(call)
         except (ValueError, EngineError) as exc:
             raise SettingsRefused(f"sampling settings refused: {exc}") from exc
+
+    def takes_now(self, message: Message) -> bool:
+        """Whether a decode step is to run, and nothing has to be prepared for it."""
+        holding = self.holding
+        return not (
+            self.sequence is None
+            or (holding is not None and message.pos_start < holding.bound)
+            or self.wants_settings(message)
+            or self._machine.is_stale(message)
+        )
 
     def wants_settings(self, message: Message) -> bool:
         """Whether ``message`` needs the sampler to be made first, by default or from its own settings."""
@@ -189,12 +163,14 @@ class StageSession:
         sink: Sink,
         settle: Settle | None,
     ) -> Work:
-        first, last = self._is_first, self._is_last
-        tokens = execution_tokens(message) if first or last else None
+        first, last, holding = self._is_first, self._is_last, self.holding
+        follows = last or holding is not None
+        tokens = execution_tokens(message) if first or follows else None
+        assert self.sequence is not None, "rows before a sequence"
         predicts = last and requires_predicted_reply(message.kind)
         each = message.kind is MessageKind.VERIFY_WINDOW
         segment = Segment(
-            sequence=self._sequence,
+            sequence=self.sequence,
             position=action.position,
             count=action.count,
             tokens=tokens if first else None,
@@ -202,17 +178,20 @@ class StageSession:
             logits=(action.count if each else 1) if predicts else 0,
         )
         step = max(0, message.state.decode_step)
-        trim_to = action.position if action.verb is Verb.REWIND else None
-        before = None if trim_to is None else functools.partial(self._rewind, length=trim_to)
+        before = (
+            functools.partial(self._rewind, length=action.position) if action.verb is Verb.REWIND else None
+        )
+        if holding is not None and action.position < holding.bound and holding.begin_rows(action.position):
+            before = functools.partial(self._rewind, length=action.position)
         native = self._native
 
         def after(engine: StageEngine, row: int) -> bool:
-            if not last:
+            if not follows:
                 return sink(None, work)
             # A work that goes on by itself, or is done again, has other rows each time.
             history = work.tokens
             assert history is not None
-            if each:
+            if each and last:
                 return sink(native.sample_each(engine, row, history, step), work)
             native.accept(history)
             if not predicts:
@@ -265,7 +244,8 @@ class StageSession:
 
     def pause(self) -> None:
         """The session does not decode on for now: batches must not wait for it. Never waits."""
-        self._scheduler.pause(self._sequence)
+        if self.sequence is not None:
+            self._scheduler.pause(self.sequence)
 
     def take_annex(self) -> ReplyAnnex | None:
         """What goes with the prediction of the work that ran last; once."""
@@ -280,26 +260,142 @@ class StageSession:
         length = self._machine.trim(message)
         if length == before:
             return
+        holding = self.holding
+        if holding is not None and holding.restored is not None:
+            self._recall(holding.restored, length)  # the sequence is trimmed before its first row
+            return
+        if holding is not None and length < holding.bound:
+            holding.begin_rows(length)
         try:
             await self._scheduler.run(lambda engine: self._rewind(engine, length))
         except EngineError as exc:
             raise RequestFailed(f"trim to {length} failed: {exc}") from exc
 
     def _rewind(self, engine: StageEngine, length: int) -> None:
-        engine.trim(self._sequence, length)
+        assert self.sequence is not None
+        engine.trim(self.sequence, length)
         native = self._native
+        if length == len(native.history):
+            return
         del native.history[length:]
         if native.sampler is not None:
             # A native sampler cannot forget tokens, so it is made again over what is left.
             native.replace_sampler(engine.new_sampler(self._sampling))
 
+    # -- the prefix cache ------------------------------------------------------------------------------
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether less of what was restored can be used than was found."""
+        return self.holding is not None and self.holding.cache.sliceable
+
+    async def restore(self, tokens: Sequence[int], *, whole: bool) -> int:
+        """Look for a prefix of ``tokens`` and take it into the session; returns its length, 0 for a miss.
+
+        What was restored before, with no row behind it, is given back. Call :meth:`settle` with what comes of
+        it before anything else. Raises as :meth:`StageCache.restore`.
+
+        Raises:
+            RemoteProtocolError: the session holds rows of its own.
+        """
+        holding = self.holding
+        self.unrestore()
+        if self._machine.length:
+            raise RemoteProtocolError(
+                f"a prefix is to be restored into a session that holds {self._machine.length} positions"
+            )
+        if holding is None or holding.off or self.sequence is not None:
+            return 0
+        restored = await holding.cache.restore(holding.namespace, tokens, whole=whole)
+        if restored is None:
+            return 0
+        if self._closed:
+            holding.cache.undo(restored)
+            raise LaneLost("the lane ended while a prefix was restored")
+        self.sequence = restored.sequence
+        holding.hold(restored)
+        return restored.length
+
+    def settle(self, message: Message, length: int) -> None:
+        """The session is to hold ``length`` of the positions restored for ``message``. Never waits."""
+        self._machine.restored(message, length)
+        assert self.holding is not None
+        self._recall(self.holding.restored, length)
+
+    def _recall(self, restored: Restored | None, length: int) -> None:
+        """Use ``length`` positions of what was restored."""
+        assert restored is not None
+        restored.shorten(length)
+        self._remember(restored.tokens)
+
+    def _remember(self, tokens: Sequence[int]) -> None:
+        """The session holds these tokens, and no others."""
+        native, sampling = self._native, self._sampling
+        sampled = self._is_last and self._configured
+        self._scheduler.post(
+            lambda engine: native.recall(tokens, engine.new_sampler(sampling) if sampled else None)
+        )
+
+    def unrestore(self) -> None:
+        """Give back what was restored, if no row has run behind it. Never waits."""
+        if self.holding is None or self.holding.restored is None:
+            return
+        self.holding.undo()
+        self.sequence = None
+        if self._machine.state is SessionState.LIVE:
+            self._machine.stop()
+            self._remember(())
+
+    def roll_back(self) -> None:
+        """Forget also the rows that were run behind what was restored: the session is new. Never waits."""
+        self.unrestore()
+        if self.holding is not None and self.sequence is not None:
+            self.holding.give_back(self.sequence)
+            self.sequence = None
+            self._machine.stop()
+            self._remember(())
+
+    def grow(self, chunk: int) -> None:
+        """A chunk of so many rows has run: others may use what the session holds now. Never waits."""
+        if self.holding is not None and self.sequence is not None:
+            self.holding.grow(self.sequence, self._native.history, chunk)
+
+    async def finish(self) -> None:
+        """:meth:`close` in good order: what the session holds is remembered.
+
+        Waits for the engine where rows were given up that may still run. Cancelled then, it is still open.
+        """
+        holding, sequence, work = self.holding, self.sequence, self._work
+        if holding is None or sequence is None or holding.restored is not None or work is None:
+            self.close()
+            return
+        if work.over and work.error is None and len(self._native.history) == self._machine.length:
+            self._end()
+            holding.keep(sequence, self._native.history)
+            return
+        if holding.entry is not None:
+            held = await self._scheduler.run(lambda engine: engine.length(sequence))
+            if not self._closed and holding.entry is not None and holding.entry.length <= held:
+                self._end()
+                holding.keep_indexed(sequence)
+                return
+        self.close()
+
     def close(self) -> None:
         """Give the sequence back and free the sampler, in the engine's own order. Safe to call twice."""
         if self._closed:
             return
+        self._end()
+        if self.holding is not None and self.holding.restored is not None:
+            self.holding.undo()
+        elif self.holding is not None and self.sequence is not None:
+            self.holding.drop(self.sequence)
+        elif self.sequence is not None:
+            self._scheduler.release_sequence(self.sequence)
+
+    def _end(self) -> None:
         self._closed = True
         if self._work is not None:
             self._scheduler.cancel(self._work)
         native = self._native
         self._scheduler.post(lambda _: native.replace_sampler(None))
-        self._scheduler.release_sequence(self._sequence)

@@ -157,8 +157,7 @@ class Steps:
         return (
             message.kind in ONE_TOKEN
             and session is not None
-            and not session.is_stale(message)
-            and not session.wants_settings(message)
+            and session.takes_now(message)
             and not session.scores
         )
 
@@ -271,8 +270,7 @@ class Steps:
         if (
             not (self.downstream is None and self._answers.stay_here)
             or session is None
-            or session.is_stale(message)
-            or session.wants_settings(message)
+            or not session.takes_now(message)
         ):
             return None
         self._machine.receive(message)

@@ -12,6 +12,7 @@ import trio
 from skippy.protocol import (
     ANNEX_EXTENSION,
     LIVENESS_EXTENSION,
+    RESTORE_EXTENSION,
     WAVES_EXTENSION,
     ConnectionRole,
     ListenerHandshake,
@@ -164,6 +165,8 @@ async def _serve(
                 lane = lane or await open_lane()
                 if handshake.request is None:
                     lane.meet_plain_peer()
+                if RESTORE_EXTENSION not in handshake.extensions:
+                    lane.meet_whole_restores()
                 if WAVES_EXTENSION in handshake.extensions:
                     lane.meet_waves()
                 await _execute(context, link, lane, decoder, first, memory, replies, pulse)

@@ -21,6 +21,9 @@ STAGE_BINARY_MESSAGE_TIMING: Final = "stage.binary_message_timing"
 STAGE_BINARY_SESSION_STOP: Final = "stage.binary_session_stop"
 STAGE_BINARY_SESSION_ORPHAN_RECLAIMED: Final = "stage.binary_session_orphan_reclaimed"
 
+# The prefix cache.
+STAGE_KV_RESTORE: Final = "stage.kv_restore"
+
 # The scheduler.
 STAGE_SCHEDULER_START: Final = "stage.scheduler_start"
 

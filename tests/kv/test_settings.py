@@ -257,11 +257,3 @@ def test_a_folder_without_anything_to_put_there() -> None:
     assert resolution.warnings == (
         "kv_cache.directory has no effect: the state of this model cannot be exported",
     )
-
-
-def test_a_cache_that_is_on_is_refused_until_stages_use_it() -> None:
-    assert read(STAGE | {"kv_cache": {}}).kv_cache == KvCacheConfig()
-    with pytest.raises(
-        ConfigError, match="^kv_cache: the prefix cache is not available yet; leave the key out"
-    ):
-        read(STAGE | {"kv_cache": {"mode": "lookup-record"}})

@@ -29,7 +29,7 @@ def test_diagrams_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_diagrams_name_every_state_and_event_that_is_reachable() -> None:
     text = all_diagrams()
     assert text.count("```mermaid") == 6
-    assert "PREFILLING --> DECODING: final prefill, decode, final replay, restore and decode" in text
+    assert "PREFILLING --> DECODING: final prefill, decode, final replay" in text
     assert 'state "suspect" as SUSPECT' in text
 
 

@@ -14,6 +14,7 @@ from skippy.engine.toy import ToyEngine
 from skippy.protocol import (
     ANNEX_EXTENSION,
     LIVENESS_EXTENSION,
+    RESTORE_EXTENSION,
     WAVES_EXTENSION,
     ConnectionRole,
     Message,
@@ -168,13 +169,13 @@ def test_who_agrees() -> None:
     """Waves are between stages: no driver and no return stream has them."""
     endpoints = [f"127.0.0.1:{20_000 + index}" for index in range(3)]
     first, middle, last = (admission_of(index, endpoints, heartbeats=True) for index in range(3))
-    all_of_them = (WAVES_EXTENSION, LIVENESS_EXTENSION, ANNEX_EXTENSION)
+    all_of_them = (WAVES_EXTENSION, LIVENESS_EXTENSION, RESTORE_EXTENSION, ANNEX_EXTENSION)
     for dialer, listener in ((first, middle), (middle, last)):
         assert dialer.downstream is not None
         assert admit(dialer.downstream, listener.loaded).extensions == all_of_them
     assert last.stage_zero is not None
     assert last.stage_zero.role is ConnectionRole.RETURN
-    assert admit(last.stage_zero, first.loaded).extensions == all_of_them[1:]
+    assert admit(last.stage_zero, first.loaded).extensions == (LIVENESS_EXTENSION, ANNEX_EXTENSION)
     driver = attrs.evolve(last.stage_zero, role=ConnectionRole.LANE, sender_index=-1, extensions=all_of_them)
     answer = admit(driver, first.loaded)
     assert answer.refusal is None

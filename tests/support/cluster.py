@@ -13,6 +13,7 @@ import attrs
 from skippy.config import OpenAIOptions, PeerConfig, StageConfig, StageOptions, StagePlacement, StageTopology
 from skippy.engine import StageEngine
 from skippy.engine.toy import ToyEngine
+from skippy.kv.settings import extra_sequences
 from skippy.stage import Stage, open_stage
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.telemetry import NULL_TELEMETRY, Telemetry
@@ -133,7 +134,8 @@ async def toy_cluster(
             config.layer_end,
             layers,
             context_length=config.ctx_size,
-            max_sequences=config.lane_count,
+            max_sequences=config.lane_count
+            + extra_sequences(config.kv_cache, lane_count=config.lane_count, kv_unified=False),
         )
         engines[config.stage_index] = engine
         return engine

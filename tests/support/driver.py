@@ -10,6 +10,7 @@ import attrs
 
 from skippy.protocol import (
     EMPTY_STATS,
+    RESTORE_EXTENSION,
     Message,
     MessageKind,
     Reply,
@@ -60,6 +61,7 @@ class Driver:
         sampling: SamplingConfig | None = None,
         token_count: int | None = None,
         activation: bytes = b"",
+        chat_sampling_metadata: str | None = None,
         **state: Any,
     ) -> None:
         """Send a frame; ``state`` names header words that differ from the kind's own."""
@@ -77,6 +79,7 @@ class Driver:
             request_id=self.request_id,
             session_id=self.request_id + 1,
             sampling=sampling,
+            chat_sampling_metadata=chat_sampling_metadata,
             tokens=tuple(tokens),
             activation=activation,
         )
@@ -124,22 +127,28 @@ class Driver:
 
 
 @contextlib.asynccontextmanager
-async def driver_of(cluster: Cluster, index: int = 0, *, plain: bool = False) -> AsyncIterator[Driver]:
-    """A driver in front of one stage of a cluster."""
-    async with dial_driver(cluster.stages[index], plain=plain) as driver:
+async def driver_of(cluster: Cluster, index: int = 0, **how: bool) -> AsyncIterator[Driver]:
+    """A driver in front of one stage of a cluster; ``how``: as :func:`dial_driver`."""
+    async with dial_driver(cluster.stages[index], **how) as driver:
         yield driver
 
 
 @contextlib.asynccontextmanager
-async def dial_driver(stage: Stage, *, plain: bool = False) -> AsyncIterator[Driver]:
-    """A driver in front of a stage."""
+async def dial_driver(stage: Stage, *, plain: bool = False, whole: bool = False) -> AsyncIterator[Driver]:
+    """A driver in front of a stage.
+
+    Args:
+        plain: one that asks for no admission.
+        whole: one that takes all of a cached prefix, or nothing.
+    """
+    request = attrs.evolve(lane_request(stage), extensions=() if whole else (RESTORE_EXTENSION,))
     link = await dial_stage(
         stage.context.transport,
         stage.endpoint,
         token=None,
         source_host=None,
         timeout_secs=5,
-        request=None if plain else lane_request(stage),
+        request=None if plain else request,
     )
     try:
         yield Driver(link, stage)

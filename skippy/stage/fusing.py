@@ -1,0 +1,152 @@
+"""A prefix restored and a token decoded behind it in one message, TryRestorePrefillDecode.
+
+It is a decode step that only runs where all of the prefix is restored, on every stage. Its answer is a
+prediction, and takes the way of predictions: the last stage answers, stages in between reply nothing. A stage
+without the prefix passes the frame on without its row, and the last stage then answers with the Ack of a
+miss. So stages before it have run a row that is not to count. Stage 0 hears of that from the answer; one in
+between takes it from the next message, which is no decode step then.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+from skippy.protocol import (
+    Message,
+    MessageKind,
+    Reply,
+    ReplyKind,
+    UpstreamEvent,
+    UpstreamState,
+    default_state,
+)
+from skippy.protocol.stats import merge
+
+from .errors import SettingsRefused
+from .express import decode_span
+from .framing import allocate
+from .queues import PendingReply
+from .restoring import MISS, Restores
+from .session import Predicted, StageSession
+from .settings import parse_metadata
+from .work import Work
+
+_AFTER_A_MISS: Final = frozenset(
+    {
+        UpstreamEvent.PREFILL,
+        UpstreamEvent.PREFILL_FINAL,
+        UpstreamEvent.CONFIGURE,
+        UpstreamEvent.REPLAY,
+        UpstreamEvent.REPLAY_FINAL,
+        UpstreamEvent.RESTORE,
+        UpstreamEvent.RESTORE_DECODE,
+    }
+)
+
+
+class FusedRestores(Restores):
+    """Carries out TryRestorePrefillDecode."""
+
+    async def _restore_and_decode(self, message: Message) -> None:
+        """Restore, decode and pass on or answer. Raises as :meth:`Execution.carry_out`.
+
+        Cancellation: it may have run here and not further down.
+        """
+        stale = self._session is not None and self._session.is_stale(message)
+        if stale and self._session is not None:
+            self._session.skip(message)
+        elif message.token_count and (session := await self._restore_whole(message)) is not None:
+            await self._decode_behind(session, message)
+            return
+        if not stale:
+            self._machine.restore_missed()
+        await self._pass_on_miss(message)
+
+    async def _restore_whole(self, message: Message) -> StageSession | None:
+        """The session, with all of the prefix; None where this stage has not all of it."""
+        session, tokens = self._ensure_session(), message.tokens[:-1]
+        settings = parse_metadata(message.chat_sampling_metadata)
+        if settings != type(settings)():
+            raise SettingsRefused(f"{message.kind.name} brings settings that ConfigureGeneration alone can")
+        length, stats = await self._recall(session, tokens, True)
+        if not length:
+            return None
+        session.settle(message, length)
+        self.stats.add(merge(stats, self._restored(length)))
+        return session
+
+    async def _decode_behind(self, session: StageSession, message: Message) -> None:
+        context, downstream = self._context, self.downstream
+        step = _as_step(message)
+        output = allocate(context.info.output_width * 4) if downstream else None
+        outcome: list[Predicted] = []
+
+        def keep(predicted: Predicted, _: Work) -> bool:
+            outcome.append(predicted)
+            return True
+
+        if downstream is None:
+            await self._answers.open(message)
+        work = await session.prepare(step, output, keep)
+        assert work is not None, "what was restored for a frame does not make it stale"
+        with decode_span(context.telemetry, message) as span:
+            await session.run(work)
+            span["compute_ms"], span["decode_batch_size"] = work.compute_us / 1000, work.batch_size
+        if downstream is None or output is None:
+            self._machine.restore_hit()
+            assert isinstance(outcome[0], int)
+            await self._answers.send(
+                Reply.predicted_token(outcome[0], self.stats.take()), session.take_annex()
+            )
+            return
+        place = None
+        if context.stage_index == 0:
+            if not self._machine.configured:
+                self.predictions.await_stream(message.request_id, message.session_id)
+            place = PendingReply(complete=self._answered)
+        frame = message.forwarded(context.stage_index, output)
+
+        def keep_place() -> None:
+            if place is not None:
+                self.predictions.keep(frame.kind, place)
+
+        await downstream.send(frame, on_queued=keep_place)
+        if place is not None:
+            await self._replies.put(place)
+
+    def _answered(self, reply: Reply) -> Reply:
+        """Stage 0: the last stage has answered."""
+        if self._machine.state is UpstreamState.FUSED:
+            if reply.kind is ReplyKind.PREDICTED_TOKEN:
+                self._machine.restore_hit()
+            else:
+                self._machine.restore_missed()
+                if self._session is not None:
+                    self._session.roll_back()
+        return self.stats.complete(reply)
+
+    async def _pass_on_miss(self, message: Message) -> None:
+        """The prefix, or part of it, is not here: the last stage says so, or stage 0 where it is its own."""
+        if self._context.stage_index == 0:
+            await self._owe(Reply.ack(self.stats.take(MISS)))
+        elif self.downstream is not None:
+            self._check_skippable(message)
+            await self.downstream.send(message.skipped(self._context.stage_index))
+        else:
+            await self._answers.open(message)
+            await self._answers.send(Reply.ack(self.stats.take(MISS)))
+
+    def _undo_missed(self, event: UpstreamEvent) -> None:
+        """In between, behind a frame that was carried out here: is this what follows a miss further down?"""
+        if event in _AFTER_A_MISS and self._session is not None:
+            self._session.roll_back()
+
+
+def _as_step(message: Message) -> Message:
+    """The decode step in it."""
+    kind = MessageKind.DECODE_EMBD
+    plain = default_state(kind)
+    state = attrs.evolve(message.state, phase=plain.phase, flags=plain.flags)
+    return attrs.evolve(message, kind=kind, state=state, tokens=message.tokens[-1:])

@@ -1,0 +1,227 @@
+"""What one stage remembers of the prompts that it has computed: its prefix cache, and the sequences in it.
+
+A sequence whose request ended in good order is kept with what it holds, until a session needs a sequence and
+none is empty. The index (:mod:`skippy.kv.cache`) says what is where; here its words are made true in the
+engine. Bookkeeping is done at once, on the event loop, and the native call behind it is posted in the same
+step: calls run in that order, and before rows that were submitted later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import attrs
+
+from skippy.engine import EngineError, StageEngine
+from skippy.kv.blocks import StateRef
+from skippy.kv.cache import PrefixCache
+from skippy.kv.entries import Entry, Match, Part, cut_schedule
+from skippy.telemetry import get_logger
+
+from .scheduler import Scheduler
+
+log = get_logger("skippy.stage")
+
+KvEntry = Entry[StateRef]
+Index = PrefixCache[StateRef]
+
+
+class RestoreFailed(Exception):
+    """A prefix that was found could not be restored: the request goes on without it."""
+
+
+@attrs.define(slots=True, eq=False)
+class Restored:
+    """A prefix in a sequence that is a session's own, and no row behind it yet.
+
+    Attributes:
+        tokens: the prefix, as far as the session uses it; the sequence may hold more.
+        entry: the session's entry in the index, where the sequence was taken out of it; None: it is a copy.
+        schedule, alone: how it was computed, as :class:`Entry` has it.
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    entry: KvEntry | None
+    schedule: tuple[int, ...]
+    alone: bool
+
+    def shorten(self, length: int) -> None:
+        """Use no more than ``length`` tokens of it."""
+        if length < len(self.tokens):
+            self.tokens = self.tokens[:length]
+            self.schedule, whole = cut_schedule(self.schedule, length)
+            self.alone = self.alone and whole
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class StageCache:
+    """One stage's prefix cache. Event loop only.
+
+    Args:
+        index: the index; empty.
+    """
+
+    def __init__(self, scheduler: Scheduler, index: Index) -> None:
+        self._scheduler = scheduler
+        self.index = index
+        self.settings = index.settings
+        scheduler.evict = self._evict
+        scheduler.on_quarantine = index.quarantine
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether any prefix of what is remembered can be restored."""
+        return self.index.sliceable
+
+    # -- restoring -------------------------------------------------------------------------------------
+
+    def longest(self, namespace: str, tokens: Sequence[int]) -> int:
+        """How many of the first ``tokens`` could be restored now; 0 if that is too few. Touches nothing."""
+        match = self._match(namespace, tokens)
+        return 0 if match is None else match.length
+
+    async def restore(self, namespace: str, tokens: Sequence[int], *, whole: bool) -> Restored | None:
+        """The longest prefix of ``tokens`` that is remembered, in a sequence for a session; None for a miss.
+
+        The sequence is the caller's, to :meth:`undo` or to run rows in. ``whole``: all of the tokens, or
+        nothing. Waits for an empty sequence where one is needed and sessions have all.
+
+        Raises:
+            RestoreFailed: it was found, and the engine could not copy it.
+            RequestFailed: no sequence within the time for it.
+        """
+        sequence: int | None = None
+        try:
+            while True:
+                match = self._match(namespace, tokens)
+                if match is None or (whole and match.length < len(tokens)):
+                    self.index.counters.misses += 1
+                    return None
+                if self.index.takes(match, free_sequences=self._scheduler.empty_sequences):
+                    return self._take(match)
+                with _Reference(self, match.entry):
+                    sequence = self._scheduler.take_sequence() if sequence is None else sequence
+                    if sequence is not None:
+                        target, sequence = sequence, None
+                        return await self._copy(match, target)
+                sequence = await self._scheduler.acquire_sequence()
+        finally:
+            if sequence is not None:
+                self._scheduler.release_sequence(sequence)
+
+    def _match(self, namespace: str, tokens: Sequence[int]) -> Match[StateRef] | None:
+        return self.index.match(namespace, tokens) if self.settings.lookup else None
+
+    def _take(self, match: Match[StateRef]) -> Restored:
+        sequence = match.entry.sequence
+        assert sequence is not None
+        restored = _restored(sequence, match, self.index.take(match.entry))
+        self._scheduler.use_kept(sequence)
+        self.index.counters.takes += 1
+        self._count_hit(match.length)
+        return restored
+
+    async def _copy(self, match: Match[StateRef], target: int) -> Restored:
+        source = match.entry.sequence
+        assert source is not None, "only sequences are remembered"
+        restored = _restored(target, match, None)
+        copy = functools.partial(_copy, source=source, target=target, length=match.length)
+        try:
+            await self._scheduler.run(copy)
+        except BaseException as exc:
+            self._scheduler.release_sequence(target)
+            if not isinstance(exc, (EngineError, ValueError)):
+                raise
+            self.index.counters.errors += 1
+            log.warning("a remembered prefix could not be copied", tokens=match.length, error=str(exc))
+            raise RestoreFailed(str(exc)) from exc
+        self.index.counters.copies += 1
+        self._count_hit(match.length)
+        return restored
+
+    def _count_hit(self, length: int) -> None:
+        self.index.counters.hits += 1
+        self.index.counters.hit_tokens += length
+
+    def undo(self, restored: Restored) -> None:
+        """Nobody runs rows behind it. Never waits."""
+        if restored.entry is None or restored.entry.removed:
+            self._scheduler.release_sequence(restored.sequence)
+        else:
+            self.keep(restored.sequence, restored.entry)
+
+    # -- recording -------------------------------------------------------------------------------------
+
+    def keep(self, sequence: int, entry: KvEntry) -> None:
+        """A session has ended and leaves its sequence, which holds at least the path of its live ``entry``.
+
+        Never waits.
+        """
+        if not self.index.keep(entry):
+            self._scheduler.release_sequence(sequence)
+            return
+        self._scheduler.keep_sequence(sequence)
+        while (excess := self.index.excess()) is not None:
+            self._lose(*excess)
+
+    def drop(self, sequence: int, entry: KvEntry | None) -> None:
+        """A session has ended, and what its sequence holds is not to be used. Never waits."""
+        if entry is not None:
+            self.index.drop(entry)
+        self._scheduler.release_sequence(sequence)
+
+    # -- evicting --------------------------------------------------------------------------------------
+
+    def _evict(self) -> bool:
+        """Release a kept sequence; whether there was one."""
+        entry = self.index.victim(resident=True)
+        if entry is None:
+            return False
+        self._lose(entry, Part.RESIDENT)
+        return True
+
+    def forget(self, entry: KvEntry) -> None:
+        """Remember an entry no more: it is wrong, or somebody asked for it. Never waits.
+
+        The session of a live one goes on; it just is not in the index any more.
+        """
+        sequence = None if entry.live else entry.sequence
+        self.index.drop(entry)
+        if sequence is not None:
+            self._scheduler.release_sequence(sequence)
+
+    def _lose(self, entry: KvEntry, part: Part) -> None:
+        sequence = entry.sequence
+        self.index.evict(entry, part)
+        if sequence is not None and part is not Part.STATE:
+            self._scheduler.release_sequence(sequence)
+
+
+class _Reference:
+    """Keeps an entry from being evicted or taken, while something waits."""
+
+    def __init__(self, cache: StageCache, entry: KvEntry) -> None:
+        self._cache = cache
+        self._entry = entry
+
+    def __enter__(self) -> None:
+        self._cache.index.acquire(self._entry)
+
+    def __exit__(self, *_: object) -> None:
+        self._cache.index.release(self._entry)
+        self._cache._scheduler.evictable()
+
+
+def _restored(sequence: int, match: Match[StateRef], entry: KvEntry | None) -> Restored:
+    source = match.entry
+    schedule, whole = cut_schedule(source.schedule, match.length)
+    return Restored(sequence, source.tokens[: match.length], entry, schedule, source.alone and whole)
+
+
+def _copy(engine: StageEngine, source: int, target: int, length: int) -> None:
+    engine.copy(source, target, length)
