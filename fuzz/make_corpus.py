@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
+from skippy.kv.blocks import digest_of
+from skippy.kv.statefile import StateHead
 from skippy.protocol import (
     READY_WORD,
     FailureCode,
@@ -33,7 +36,7 @@ from tests.support.tiny_models import write_tiny
 
 from . import CORPUS
 from .stages import BARE_REQUEST, LOADED, REQUEST, TOKEN
-from .targets import WIDTHS
+from .targets import STATE_IDENTITY, WIDTHS
 
 ROOT: Final = Path(__file__).parents[1]
 MAX_SEED: Final = 1024
@@ -152,6 +155,23 @@ def gguf_seeds() -> Seeds:
     yield "empty", b"GGUF" + (3).to_bytes(4, "little") + bytes(16)
 
 
+def state_seeds() -> Seeds:
+    for name, namespace, tokens, schedule, state in (
+        ("small", "", [1], [], b"s"),
+        ("full", "0123456789abcdef", [-1, 2**31 - 1, *range(30)], [16, 16], bytes(range(200))),
+    ):
+        head = StateHead(
+            identity=STATE_IDENTITY,
+            namespace=namespace,
+            tokens=array("i", tokens),
+            schedule=tuple(schedule),
+            alone=name == "full",
+            state_digest=digest_of(state),
+            state_bytes=len(state),
+        )
+        yield name, head.encode() + state
+
+
 _RANGES: Final = ((0, 2), (2, 4), (4, 6))
 _ENDS: Final = ("127.0.0.1:9000", "host.example:9001", "[::1]:9002")
 
@@ -221,6 +241,7 @@ def write(root: Path) -> None:
         "admission": admission_seeds(),
         "machines": machine_seeds(),
         "gguf": gguf_seeds(),
+        "states": state_seeds(),
         "config": config_seeds(),
         "topology": topology_seeds(),
         "chat": chat_seeds(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from skippy.config import ConfigError, stage_config_from_json, to_json_value, to
 from skippy.config.files import _parse
 from skippy.frontend.errors import ApiError
 from skippy.frontend.schemas import parse_chat, parse_completion
+from skippy.kv.statefile import StateFileError, name_of, parse_head, read_state
 from skippy.models import GGUFHeader, ModelError, SliceInfo, inspect_model, plan_slice
 from skippy.models.gguf import LazyArray
 from skippy.protocol import (
@@ -45,6 +47,7 @@ from skippy.protocol.errors import RemoteProtocolError
 from .machines import machines
 from .stages import LOADED, REQUEST, TOKEN
 
+STATE_IDENTITY: Final = bytes(range(32))
 WIDTHS: Final = (0, 1, 2, 3, 4, 8, 16, 64, 128, 512, 2048, 4096)
 
 
@@ -221,6 +224,25 @@ def gguf(data: bytes) -> None:
                 look()
 
 
+def states(data: bytes) -> None:
+    """A file that keeps a state: its head, then all of it under the name that its head gives it."""
+    size = int.from_bytes(data[12:16], "little")
+    head = None
+    with contextlib.suppress(StateFileError):
+        head = parse_head(data[:size])
+        assert head.encode() == data[:size]
+    with tempfile.NamedTemporaryFile(dir=_scratch(), buffering=0) as file:
+        file.write(data)
+        file.seek(0)
+        assert isinstance(file.file, FileIO)
+        try:
+            state = read_state(file.file, name_of(data[:size]), STATE_IDENTITY)
+        except StateFileError:
+            return
+        assert head is not None
+        assert head.encode() + state == data
+
+
 def _scratch() -> str | None:
     memory = Path("/dev/shm")
     return str(memory) if memory.is_dir() else None
@@ -272,6 +294,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "admission": admission,
     "machines": machines,
     "gguf": gguf,
+    "states": states,
     "config": config,
     "topology": topology,
     "chat": chat,

@@ -9,7 +9,8 @@ Layout, all of it private to the user (mode 0700)::
 
 A file appears by rename once all of it has reached the disk, and is verified in full before its state is
 given away, so that neither a crash nor a damaged disk ever shows as anything but a miss. There is no other
-index: it is made from the heads of the files, which also say who can read them. Nothing is ever migrated.
+index: it is made from the heads of the files, which also say who can read them. Nothing is ever migrated:
+folders of other identities are removed when nobody has used them for 30 days (skippy.kv.abandoned).
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import attrs
 
@@ -31,14 +31,14 @@ from skippy.config import ConfigError
 from skippy.protocol import Buffer
 from skippy.telemetry import get_logger
 
-from .blocks import BLOCK_BYTES, digest_of_pieces
+from .abandoned import LOCK_NAME, remove_abandoned
+from .blocks import digest_of_pieces
 from .folders import PrivateFolder
 from .statefile import SUFFIX, StateFileError, StateHead, name_of, path_key, read_head, read_state
 
 RESERVE_BYTES: Final = 1024**3
 """Space that is left to others: nothing is written when less would remain on the file system."""
 QUARANTINED_FILES: Final = 4
-_TEMPORARY: Final = ".tmp-"
 _NAME: Final = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 
 _log = get_logger("skippy.kv")
@@ -131,8 +131,7 @@ class DurableStore:
         with contextlib.ExitStack() as stack:
             self._root = PrivateFolder.open_below(Path(directory), identity.hex()[:32])
             stack.callback(self._root.close)
-            lock = self._root.lock("owner.lock")
-            stack.callback(os.close, lock)
+            stack.callback(os.close, self._root.lock(LOCK_NAME))
             self._states = PrivateFolder.open(self._root.path / "states", within=self._root)
             stack.callback(self._states.close)
             self._quarantine = PrivateFolder.open(self._root.path / "quarantine", within=self._root)
@@ -149,6 +148,7 @@ class DurableStore:
             except OSError as error:
                 raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
             self._release = stack.pop_all()
+        remove_abandoned(Path(directory))
 
     @property
     def path(self) -> Path:
@@ -318,13 +318,11 @@ class DurableStore:
         return gone
 
     def _reconcile(self) -> list[tuple[StateFile, StateHead]]:
-        """Make the index of what is there; remove what a killed process left unfinished."""
+        """Make the index of what is there."""
         found: list[tuple[int, StateFile, StateHead]] = []
+        self._states.remove_unfinished()
         for name in self._states.names():
-            if name.startswith(_TEMPORARY):
-                with contextlib.suppress(OSError):
-                    self._states.remove(name)
-            elif _NAME.fullmatch(name):
+            if _NAME.fullmatch(name):
                 try:
                     found.append(self._look_at(name))
                 except (OSError, StateFileError) as error:
@@ -363,36 +361,20 @@ class DurableStore:
 
     def _write(self, file: StateFile, pieces: Sequence[Buffer]) -> bool:
         """Whether the file is there now, and on the disk."""
-        temporary = _TEMPORARY + secrets.token_hex(8)
         try:
             if self._states.free_bytes() - file.file_bytes < self._reserve:
                 self._stats.no_space += 1
                 self._tell(f"less than the reserve of {self._reserve} bytes would be left")
                 return False
-            with open(self._states.create_file(temporary), "wb") as stream:
-                for piece in pieces:
-                    self._write_out(stream, memoryview(piece).cast("B"))
-                stream.flush()
-                os.fsync(stream.fileno())
-            self._states.move(temporary, self._states, file.name)
-            self._states.sync()
+            self._states.write_file(file.name, pieces, stop=self._ending.is_set)
         except OSError as error:
             if not self._ending.is_set():
                 self._stats.failed += 1
                 self._tell(str(error))
-            for name in (temporary, file.name):
-                with contextlib.suppress(OSError):
-                    self._states.remove(name)
             return False
         self._stats.written += 1
         self._failing = False
         return True
-
-    def _write_out(self, stream: BinaryIO, data: memoryview) -> None:
-        for start in range(0, len(data), BLOCK_BYTES):
-            if self._ending.is_set():
-                raise OSError("the store was closed")
-            stream.write(data[start : start + BLOCK_BYTES])
 
     def _tell(self, reason: str) -> None:
         """Log that states are not written, once until one is written again."""

@@ -9,14 +9,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import stat
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 import attrs
 
 from skippy.config import ConfigError
+from skippy.protocol import Buffer
 
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_UNFINISHED: Final = ".tmp-"
+_PART_BYTES: Final = 1024 * 1024
+_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @attrs.frozen(slots=True)
@@ -85,8 +91,6 @@ class PrivateFolder:
             raise ConfigError(f"{self.path / name}: cannot be opened: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, 0)
-            os.write(fd, str(os.getpid()).encode())
         except BlockingIOError:
             holder = os.read(fd, 20).decode("ascii", "replace")
             os.close(fd)
@@ -97,6 +101,9 @@ class PrivateFolder:
         except OSError as error:
             os.close(fd)
             raise ConfigError(f"{self.path / name}: cannot be locked: {error.strerror}") from error
+        with contextlib.suppress(OSError):  # a full disk; the number is for messages alone
+            os.ftruncate(fd, 0)
+            os.write(fd, str(os.getpid()).encode())
         return fd
 
     def names(self) -> list[str]:
@@ -117,11 +124,44 @@ class PrivateFolder:
         """A descriptor to write ``name`` with, which must not be there."""
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self._fd)
 
+    def write_file(self, name: str, pieces: Sequence[Buffer], *, stop: Callable[[], bool]) -> None:
+        """Make a file that appears whole and is on the disk, or else does not appear.
+
+        Raises:
+            OSError: also if ``stop()`` says so in the middle of it.
+        """
+        temporary = _UNFINISHED + secrets.token_hex(8)
+        try:
+            with open(self.create_file(temporary), "wb") as stream:
+                for part in _parts(pieces):
+                    if stop():
+                        raise InterruptedError("told to stop")
+                    stream.write(part)
+                stream.flush()
+                os.fsync(stream.fileno())
+            self.move(temporary, self, name)
+            self.sync()
+        except BaseException:
+            for left in (temporary, name):
+                with contextlib.suppress(OSError):
+                    self.remove(left)
+            raise
+
+    def remove_unfinished(self) -> None:
+        """Remove what a process that was killed in :meth:`write_file` left. Nobody else may be in it."""
+        for name in self.names():
+            if name.startswith(_UNFINISHED):
+                with contextlib.suppress(OSError):
+                    self.remove(name)
+
     def move(self, name: str, target: PrivateFolder, target_name: str) -> None:
         os.rename(name, target_name, src_dir_fd=self._fd, dst_dir_fd=target._fd)
 
     def remove(self, name: str) -> None:
         os.unlink(name, dir_fd=self._fd)
+
+    def remove_folder(self, name: str) -> None:
+        os.rmdir(name, dir_fd=self._fd)
 
     def sync(self) -> None:
         """Make what was moved and removed last."""
@@ -134,3 +174,10 @@ class PrivateFolder:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _parts(pieces: Sequence[Buffer]) -> Iterator[memoryview]:
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        for start in range(0, len(view), _PART_BYTES):
+            yield view[start : start + _PART_BYTES]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -392,3 +393,24 @@ def test_closing_breaks_a_write_off(
     closer.join(20)
     assert names(store) == []
     assert caplog.text == ""
+
+
+def test_folders_that_nobody_used_for_a_month_are_removed(tmp_path: Path) -> None:
+    old, used, young = (bytes([n]) * 32 for n in range(3))
+    for identity in (old, young):
+        store = open_store(tmp_path, identity=identity)
+        write(store)
+        os.truncate(store.path / "states" / write(store, (4,)).name, 1)
+        store.close()
+    in_use = open_store(tmp_path, identity=used)
+    month = 30 * 24 * 3600
+    for identity, age in ((old, month + 60), (used, month + 60), (young, month - 60)):
+        lock = tmp_path / identity.hex()[:32] / "owner.lock"
+        os.utime(lock, (time.time() - age,) * 2)
+    others = ["notes", "0" * 31, "f" * 33, "e" * 32]
+    for name in others:
+        (tmp_path / name).mkdir()
+    open_store(tmp_path).close()
+    left = [IDENTITY.hex()[:32], used.hex()[:32], young.hex()[:32], *others]
+    assert sorted(os.listdir(tmp_path)) == sorted(left)
+    in_use.close()
