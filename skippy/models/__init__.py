@@ -3,7 +3,7 @@
 Never here: trio, llama.cpp, anything that computes.
 """
 
-from skippy.models.cache import default_cache_dir, ensure_slice
+from skippy.models.cache import default_cache_dir, ensure_slice, weights_sha256
 from skippy.models.errors import (
     GGUFError,
     LayerRangeError,
@@ -42,5 +42,6 @@ __all__ = [
     "inspect_model",
     "plan_slice",
     "slice_bytes",
+    "weights_sha256",
     "write_slice",
 ]

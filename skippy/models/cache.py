@@ -77,6 +77,23 @@ def ensure_slice(
         return write_slice(header, path, layer_start, layer_end, progress, source_sha256=sha256)
 
 
+def weights_sha256(
+    info: SliceInfo, *, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None
+) -> str:
+    """SHA-256, in hex, of the whole model's file that ``info`` is or was cut from.
+
+    A slice says it; a whole model is hashed once, and that is remembered. Blocks; safe from any thread.
+
+    Raises:
+        GGUFError: the model cannot be read.
+        SliceWriteError: the cache cannot be written.
+    """
+    if info.source_sha256 is not None:
+        return info.source_sha256
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    return _source_hash(GGUFHeader.read(info.path), folder / "hashes", progress)
+
+
 def _valid(path: Path, sha256: str, layer_start: int, layer_end: int) -> SliceInfo | None:
     """The slice in the cache, or None when it is missing or damaged."""
     try:

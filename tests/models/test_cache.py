@@ -18,6 +18,8 @@ from skippy.models import (
     UnsupportedArchitectureError,
     default_cache_dir,
     ensure_slice,
+    file_sha256,
+    weights_sha256,
 )
 from tests.support.tiny_models import write_tiny
 
@@ -73,6 +75,17 @@ def test_whole_models_and_ready_slices_are_used_in_place(tied: Path, tmp_path: P
     assert not (tmp_path / "unused").exists()
     with pytest.raises(LayerRangeError, match="itself a slice"):
         ensure_slice(info.path, 2, 3, cache_dir=cache)
+
+
+def test_the_weights_of_a_whole_model_are_hashed_once(tied: Path, tmp_path: Path) -> None:
+    part = ensure_slice(tied, 1, 3, cache_dir=tmp_path / "one")
+    whole = ensure_slice(tied, 0, 6)
+    first, second = Stages(), Stages()
+    assert weights_sha256(whole, cache_dir=tmp_path / "two", progress=first) == file_sha256(tied)
+    assert weights_sha256(whole, cache_dir=tmp_path / "two", progress=second) == file_sha256(tied)
+    assert weights_sha256(part, cache_dir=tmp_path / "none") == file_sha256(tied)
+    assert (first, second) == (["hash"], [])
+    assert not (tmp_path / "none").exists()
 
 
 def test_refusals_come_before_any_work(tied: Path, tmp_path: Path) -> None:
