@@ -3,6 +3,12 @@
 Hypercorn writes inside a shielded scope, reads nothing while a pipelined request waits, and forgets tasks of
 connections that broke. So each connection gets a stream whose writes have a deadline, that is read ahead, and
 that ends everything on the connection once the client is known to be gone.
+
+The end of a client's data is not the end of the client: it has no more requests, but may still read (each
+direction of a TCP connection closes by itself; ``nc -N`` and some proxies do so). Whether it has closed both
+shows in nothing but the reset with which it then answers bytes that are sent to it. So what it has asked for
+in whole goes on; and as long as there is nothing else to send, bytes are sent that harm nobody: one by one
+those that every response begins with, and comments in a stream.
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ from typing import Final, cast
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Event, Updated
+from hypercorn.events import Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from quart_trio import QuartTrio
@@ -28,8 +34,11 @@ from .http1 import EnvelopeProtocol
 
 logger = logging.getLogger(__name__)
 
-# How long the end of a client's data may wait to be read, before the client counts as gone.
-EOF_SECS: Final = 1.0
+# When a client that sends no more is first probed: an answer that is there sooner leaves in one piece. The
+# next time is as much later, the one after that twice as much, and so on. One that has closed the connection
+# is found out by the second, one that leaves later within about three times the time that it has waited.
+PROBE_SECS: Final = 0.5
+_MAX_PROBE_SECS: Final = 60.0
 # Each may hold a request body, and takes a descriptor that links between stages may need.
 MAX_CLIENTS: Final = 512
 _CHUNK_BYTES: Final = 64 * 1024
@@ -38,7 +47,8 @@ _CHUNK_BYTES: Final = 64 * 1024
 class GuardedStream:
     """A client's TCP stream, as Hypercorn's server uses it.
 
-    Writes fail when the client takes nothing for ``stall_secs``. :meth:`read_ahead` must be running.
+    Writes fail when the client takes nothing for ``stall_secs``, and when it is gone: then everything on the
+    connection is cancelled. :meth:`read_ahead` must be running.
 
     Attributes:
         gone: scope for all work on this connection; cancelled when the client is known to be gone.
@@ -50,8 +60,8 @@ class GuardedStream:
         self._stream = stream
         self._stall_secs = stall_secs
         self._sending = False
+        self._sent_ahead = 0
         self._arriving, self._arrived = trio.open_memory_channel[bytes](1)
-        self._eof_read = trio.Event()
         self.gone = trio.CancelScope()
         self.idle_since: float | None = trio.current_time()
         self._on_idle = on_idle
@@ -64,7 +74,8 @@ class GuardedStream:
             self._on_idle()
 
     async def send_all(self, data: bytes) -> None:
-        view = memoryview(data)
+        view = memoryview(data)[self._sent_ahead :]
+        self._sent_ahead = 0
         self._sending = True
         try:
             for start in range(0, len(view), _CHUNK_BYTES):
@@ -88,19 +99,30 @@ class GuardedStream:
         try:
             # The socket is non-blocking, and trio has no call that tries once without a checkpoint.
             return os.write(self.socket.fileno(), data)
-        except OSError:
+        except BlockingIOError:
             return 0
+        except OSError:
+            self.gone.cancel()
+            return 0
+
+    def send_ahead(self, beginning: bytes) -> None:
+        """Send one byte more of ``beginning``; the data of the next :meth:`send_all` must begin with it."""
+        self._sent_ahead += self.send_now(beginning[self._sent_ahead : self._sent_ahead + 1])
 
     async def receive_some(self, limit: int) -> bytes:
         """The next chunk, which the size limit of :meth:`read_ahead` bounds; empty at the end."""
         try:
             return await self._arrived.receive()
         except trio.EndOfChannel:
-            self._eof_read.set()
             return b""
 
-    async def read_ahead(self) -> None:
-        """Read a little ahead of Hypercorn, so that a client that leaves is always noticed."""
+    async def read_ahead(self, probe: Callable[[], object]) -> None:
+        """Read a little ahead of Hypercorn, so that a client that leaves is always noticed.
+
+        Args:
+            probe: has something sent, if that is possible. Called from time to time once there is no more to
+                read, until cancelled.
+        """
         try:
             async with self._arriving:
                 while data := await self._stream.receive_some(_CHUNK_BYTES):
@@ -108,10 +130,12 @@ class GuardedStream:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.gone.cancel()
             return
-        with trio.move_on_after(EOF_SECS):
-            await self._eof_read.wait()
-            return
-        self.gone.cancel()
+        pause = PROBE_SECS
+        await trio.sleep(pause)
+        while True:
+            probe()
+            await trio.sleep(pause)
+            pause = min(2 * pause, _MAX_PROBE_SECS)
 
     async def send_eof(self) -> None:
         await self._stream.send_eof()
@@ -139,8 +163,12 @@ class _ClientServer(TCPServer):
 
     @protocol.setter
     def protocol(self, wrapper: ProtocolWrapper) -> None:
-        wrapper.protocol = EnvelopeProtocol.instead_of(wrapper, cast(GuardedStream, self.stream).send_now)
+        wrapper.protocol = EnvelopeProtocol.instead_of(wrapper, cast(GuardedStream, self.stream))
         self._wrapper = wrapper
+
+    def probe(self) -> None:
+        """Have something sent, so that a client that is gone is noticed. Does not wait."""
+        cast(EnvelopeProtocol, self._wrapper.protocol).probe()
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, Updated):
@@ -148,8 +176,13 @@ class _ClientServer(TCPServer):
         await super().protocol_send(event)
 
     async def _read_data(self) -> None:
-        await super()._read_data()
-        # The keep-alive timer would hold the closed connection until it is over.
+        # Hypercorn's own would end the running request here.
+        more = True
+        while more:
+            data = await self.stream.receive_some(MAX_RECV)
+            await self._wrapper.handle(RawData(bytes(data)))
+            more = len(data) > 0
+        # The keep-alive timer would hold the connection until it is over. A request that runs closes it.
         await self.idle_task.stop()
 
 
@@ -184,9 +217,10 @@ class ClientConnections:
         try:
             with guarded.gone:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(guarded.read_ahead)
                     # Hypercorn's annotation asks for TLS streams only.
-                    await _ClientServer(self._app, self._config, self._context, state, guarded).run()  # type: ignore[arg-type]
+                    server = _ClientServer(self._app, self._config, self._context, state, guarded)  # type: ignore[arg-type]
+                    nursery.start_soon(guarded.read_ahead, server.probe)
+                    await server.run()
                     nursery.cancel_scope.cancel()
         except Exception:
             logger.exception("a connection failed")

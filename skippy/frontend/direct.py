@@ -33,9 +33,15 @@ class DirectBody:
 
     To be used only when the response's head and all pieces that went through the server have left, and none
     is on its way: a response that waits for what to send next may let somebody else send meanwhile.
+
+    Attributes:
+        on_probe: called when the client sends no more, and only a write can tell whether it is gone. If there
+            is something that may fill a pause in this body, it should be sent, in the ordinary way. Must not
+            wait or raise.
     """
 
     def __init__(self, connection: Connection) -> None:
+        self.on_probe: Callable[[], object] | None = None
         self._connection = connection
         self._chunked = False
         self._rest = b""
@@ -67,6 +73,12 @@ class OfferingApp:
     def __init__(self, app: AppWrapper, connection: Connection) -> None:
         self._app = app
         self._connection = connection
+        self._body: DirectBody | None = None
+
+    def probe(self) -> None:
+        """Ask the response that is being sent for something to send."""
+        if self._body is not None and self._body.on_probe is not None:
+            self._body.on_probe()
 
     async def __call__(
         self,
@@ -77,7 +89,8 @@ class OfferingApp:
         call_soon: Callable[..., Any],
     ) -> None:
         if scope["type"] == "http":
-            scope["extensions"][EXTENSION] = {"body": DirectBody(self._connection)}
+            self._body = DirectBody(self._connection)
+            scope["extensions"][EXTENSION] = {"body": self._body}
         await self._app(scope, receive, send, sync_spawn, call_soon)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable
+from typing import Final, Protocol
 
 import h11
 from hypercorn.events import RawData
@@ -18,17 +18,44 @@ from .direct import OfferingApp
 from .errors import ApiError
 from .responses import dump
 
+# With which every response of h11's begins.
+_BEGINNING: Final = b"HTTP/1.1 "
+
+
+class ClientStream(Protocol):
+    """What the protocol needs of the client's stream, beyond what Hypercorn does."""
+
+    def send_now(self, data: bytes) -> int:
+        """As :meth:`skippy.frontend.direct.Connection.send_now`."""
+
+    def send_ahead(self, beginning: bytes) -> None:
+        """Send one more byte of what the next data that is sent will begin with."""
+
+
+class _Connection(h11.Connection):
+    """Looks at nothing behind a request that was to be the last, as RFC 9112 §9.6 asks.
+
+    h11 takes that for an error, to which the answer to the request would be lost: ``echo`` ends what it sends
+    with a line feed.
+    """
+
+    def receive_data(self, data: bytes) -> None:
+        if self.their_state is not h11.MUST_CLOSE:
+            super().receive_data(data)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        return h11.NEED_DATA if self.their_state is h11.MUST_CLOSE else super().next_event()
+
 
 class EnvelopeProtocol(H11Protocol):
     """Answers what h11 refuses with OpenAI's envelope instead of an empty body; offers a direct body."""
 
-    @classmethod
-    def instead_of(cls, wrapper: ProtocolWrapper, send_now: Callable[[bytes], int]) -> EnvelopeProtocol:
-        """One with the arguments that ``wrapper`` gave its own.
+    _stream: ClientStream
+    _offering: OfferingApp
 
-        Args:
-            send_now: as :meth:`skippy.frontend.direct.Connection.send_now`.
-        """
+    @classmethod
+    def instead_of(cls, wrapper: ProtocolWrapper, stream: ClientStream) -> EnvelopeProtocol:
+        """One with the arguments that ``wrapper`` gave its own, for the client of ``stream``."""
         protocol = cls(
             wrapper.app,
             wrapper.config,
@@ -40,8 +67,19 @@ class EnvelopeProtocol(H11Protocol):
             wrapper.server,
             wrapper.send,
         )
-        protocol.app = OfferingApp(wrapper.app, _DirectConnection(protocol, send_now))
+        limit = wrapper.config.h11_max_incomplete_size
+        protocol.connection = _Connection(h11.SERVER, max_incomplete_event_size=limit)
+        protocol._stream = stream
+        protocol._offering = OfferingApp(wrapper.app, _DirectConnection(protocol, stream))
+        protocol.app = protocol._offering
         return protocol
+
+    def probe(self) -> None:
+        """Have a little sent of what the client waits for, where that can be. Does not wait."""
+        if self.connection.our_state is h11.SEND_RESPONSE:
+            self._stream.send_ahead(_BEGINNING)
+        elif self.connection.our_state is h11.SEND_BODY:
+            self._offering.probe()
 
     async def _check_protocol(self, event: h11.Request) -> None:
         pass  # no upgrade to HTTP/2
@@ -75,9 +113,9 @@ class EnvelopeProtocol(H11Protocol):
 class _DirectConnection:
     """The connection, as a direct body uses it."""
 
-    def __init__(self, protocol: EnvelopeProtocol, send_now: Callable[[bytes], int]) -> None:
+    def __init__(self, protocol: EnvelopeProtocol, stream: ClientStream) -> None:
         self._protocol = protocol
-        self.send_now = send_now
+        self.send_now = stream.send_now
 
     def frame(self, piece: bytes) -> bytes:
         return self._protocol.connection.send(h11.Data(data=piece))

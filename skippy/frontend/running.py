@@ -74,6 +74,7 @@ class GenerationTask:
         self._send, self._receive = trio.open_memory_channel[str | None](buffer)
         self._scope = trio.CancelScope()
         self._begun = trio.Event()
+        self._pause = trio.lowlevel.ParkingLot()
         self._generated = 0
         self.express: Callable[[str], bool] | None = None
         self.outcome: Outcome = "running"
@@ -90,8 +91,11 @@ class GenerationTask:
         """Whether there has been a token, or an end without one."""
         return self._begun.is_set()
 
-    async def wait_begun(self) -> None:
-        await self._begun.wait()
+    async def wait_begun(self, secs: float) -> None:
+        """Wait for :attr:`begun` to come true, but only for ``secs`` or until :meth:`probe`."""
+        if not self.begun:
+            with trio.move_on_after(secs):
+                await self._pause.park()
 
     async def started(self) -> None:
         """Wait for the first token, or for the end if there is none.
@@ -131,7 +135,7 @@ class GenerationTask:
                 self.outcome = "cancelled"
             if self.outcome == "cancelled" and self.error is None:
                 self.error = ApiError("the request was cancelled", status=500, code="cancelled")
-            self._begun.set()
+            self._begin()
             self._send.close()
 
     async def keep_alive(self, secs: float) -> None:
@@ -139,10 +143,17 @@ class GenerationTask:
         generated = 0
         while True:
             await trio.sleep(secs)
-            if generated == self._generated > 0 and not self._send.statistics().current_buffer_used:
-                with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                    self._send.send_nowait(None)
+            if generated == self._generated > 0:
+                self.probe()
             generated = self._generated
+
+    def probe(self) -> None:
+        """Tell a reader that has nothing to do that nothing has come; also one in :meth:`wait_begun`."""
+        if not self.begun:
+            self._pause.unpark_all()
+        elif not self._send.statistics().current_buffer_used:
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                self._send.send_nowait(None)
 
     async def _generate(self) -> None:
         with self._generator.preparing():
@@ -152,7 +163,8 @@ class GenerationTask:
             stream.express, self.timings = self._take_now, stream.timings
             async for token in stream:
                 self._generated += 1
-                self._begun.set()
+                if not self.begun:
+                    self._begin()
                 text = self._detokeniser.feed(self._vocabulary.piece(token))
                 if not await self._emit(self._matcher.feed(text)):
                     return
@@ -169,6 +181,10 @@ class GenerationTask:
         if self.finish_reason is None:
             raise RuntimeError("the token stream ended without a finish reason")
         self.outcome = "completed"
+
+    def _begin(self) -> None:
+        self._begun.set()
+        self._pause.unpark_all()
 
     def _take_now(self, token: int) -> bool:
         """Take a token in place of :meth:`_generate`; False, and nothing has happened, where that must."""

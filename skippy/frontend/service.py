@@ -53,6 +53,7 @@ class CompletionService:
     """Serves the two generating routes.
 
     A generation runs as a task in the nursery of its client's connection, so it ends when the client leaves.
+    One that has asked and then closes only its own side of the connection gets its whole answer.
     """
 
     def __init__(self, generator: Generator, options: FrontendOptions) -> None:
@@ -231,10 +232,11 @@ async def _stream(
     keep_alive_secs: float,
 ) -> AsyncIterator[bytes]:
     """Server-sent events of a generation. Holds nothing that would need an await to let go."""
+    if direct is not None:
+        direct.on_probe = task.probe
     while not task.begun:
         yield KEEP_ALIVE
-        with trio.move_on_after(keep_alive_secs):
-            await task.wait_begun()
+        await task.wait_begun(keep_alive_secs)
     opening = b"".join(event(chunk) for chunk in shape.opening())
     if opening:
         yield opening

@@ -81,7 +81,7 @@ async def test_more_clients_than_can_be_served(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_pipelining_client_that_leaves(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "EOF_SECS", 0.05)
+    monkeypatch.setattr(clients, "PROBE_SECS", 0.01)
     never = trio.Event()
     generator = ScriptedGenerator(lambda request: [97, never])
     async with listening(generator) as (listener, connections):
