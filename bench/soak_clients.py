@@ -28,7 +28,7 @@ class Habit(enum.Enum):
     LEAVE = "leaves after a few tokens"
     LEAVE_EARLY = "leaves before the first token"
     RESET = "resets the connection"
-    HALF_CLOSE = "ends its side of the connection"
+    HALF_CLOSE = "ends its side of the connection, and reads to the end"
     STALL = "reads nothing for a while, then leaves"
     CUT_REQUEST = "leaves within its request"
     NONSENSE = "asks for what there is not"
@@ -140,8 +140,6 @@ async def _read(stream: trio.SocketStream, habit: Habit, wanted: int | None) -> 
     reader = ResponseReader()
     while not reader.done:
         data = await stream.receive_some(_READ_BYTES)
-        if not data and habit is Habit.HALF_CLOSE:
-            return Outcome(habit, "left")  # whoever says no more may be taken for one who has left
         reader.feed(data)
         if wanted is not None and len(reader.events) >= wanted:
             if habit is Habit.RESET:

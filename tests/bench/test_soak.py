@@ -104,7 +104,8 @@ REFUSAL = b'HTTP/1.1 503 X\r\nContent-Length: 12\r\n\r\n{"error":{}}'
         (Habit.READ, [], "broken"),
         (Habit.LEAVE, [answer(*['{"choices":[]}'] * 9)], "left"),
         (Habit.RESET, [answer(*['{"choices":[]}'] * 9)], "left"),
-        (Habit.HALF_CLOSE, [], "left"),
+        (Habit.HALF_CLOSE, [answer('{"choices":[]}', "[DONE]")], "answer"),
+        (Habit.HALF_CLOSE, [], "broken"),
         (Habit.CUT_REQUEST, [], "left"),
     ],
 )
