@@ -62,31 +62,50 @@ class Answer:
         return "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices)
 
 
-async def read_answers(stream: trio.SocketStream, count: int, *, received: bytes = b"") -> list[Answer]:
-    """Whole answers, by h11's judgement, and then the end of the connection."""
-    connection = h11.Connection(h11.CLIENT)
-    if received:
-        connection.receive_data(received)
-    answers = []
-    for number in range(count):
-        if number:
-            connection.start_next_cycle()
-        connection.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
-        connection.send(h11.EndOfMessage())
+class Reader:
+    """Reads whole answers, by h11's judgement."""
+
+    def __init__(self, stream: trio.SocketStream, received: bytes = b"") -> None:
+        self._stream = stream
+        self._connection = h11.Connection(h11.CLIENT)
+        if received:
+            self._connection.receive_data(received)
+
+    async def _receive(self) -> None:
+        self._connection.receive_data(bytes(await self._stream.receive_some()))
+
+    async def beginning(self) -> None:
+        """Wait for the first byte of the next answer."""
+        while not self._connection.trailing_data[0]:
+            await self._receive()
+
+    async def answer(self) -> Answer:
+        if self._connection.our_state is h11.DONE:
+            self._connection.start_next_cycle()
+        self._connection.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+        self._connection.send(h11.EndOfMessage())
         status, body = 0, bytearray()
         while True:
-            event = connection.next_event()
+            event = self._connection.next_event()
             if event is h11.NEED_DATA:
-                connection.receive_data(bytes(await stream.receive_some()))
+                await self._receive()
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
                 body += event.data
             elif isinstance(event, h11.EndOfMessage):
-                break
-        answers.append(Answer(status, bytes(body)))
-    assert connection.trailing_data[0] == b""
-    assert await stream.receive_some() == b""
+                return Answer(status, bytes(body))
+
+    async def end(self) -> None:
+        """Wait for the end of the connection; there must be no more data."""
+        assert self._connection.trailing_data[0] == b""
+        assert await self._stream.receive_some() == b""
+
+
+async def read_answers(stream: trio.SocketStream, count: int, *, received: bytes = b"") -> list[Answer]:
+    reader = Reader(stream, received)
+    answers = [await reader.answer() for _ in range(count)]
+    await reader.end()
     return answers
 
 
@@ -233,17 +252,14 @@ async def test_pipelined_answers_that_take_long(soon: None) -> None:
     async with serving(ScriptedGenerator(script)) as url, await connect(url) as client:
         await client.send_all(post(COMPLETIONS, completion_body()) * 3)
         await client.send_eof()
-        received = b""
+        reader = Reader(client)
         for number in range(1, 4):
-            while not received.rpartition(b"}}}")[2]:
-                received += await client.receive_some()
+            await reader.beginning()
             while len(steps) < number:
                 await trio.lowlevel.checkpoint()
             steps[-1].set()
-            while received.count(b"}}}") < number:
-                received += await client.receive_some()
-        answers = await read_answers(client, 3, received=received)
-    assert [answer.text for answer in answers] == ["hello"] * 3
+            assert (await reader.answer()).text == "hello"
+        await reader.end()
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
