@@ -41,6 +41,8 @@ class Runtime(abc.ABC):
 
     waits: bool
     """Whether a work may wait for others to join its batch."""
+    broken = False
+    """Whether the engine's thread has ended by a fault of this program: nothing runs any more."""
 
     @abc.abstractmethod
     def attach(self, iterations: Iterations) -> None:
@@ -154,7 +156,17 @@ class RuntimeThread(Runtime):
         self.doorbell.ring()
 
     def work(self) -> None:
-        """The thread's body."""
+        """The thread's body. Raises what is no engine's or work's fault, but this program's."""
+        try:
+            self._work_until_stopped()
+        except BaseException:
+            self.broken = True
+            raise
+        finally:
+            self._pass_on()
+            self._inbox.close()
+
+    def _work_until_stopped(self) -> None:
         while self._take_in():
             if self._iterations is not None and self._iterations.wait_secs() == 0.0:
                 self._wake(self._iterations.step())
@@ -163,8 +175,6 @@ class RuntimeThread(Runtime):
                 _yield_core()
         if self._iterations is not None:
             self._wake(self._iterations.end())
-        self._pass_on()
-        self._inbox.close()
 
     def _take_in(self) -> bool:
         """Run calls and pass on works, until the next iteration is due. False when the thread is to end."""
@@ -241,16 +251,19 @@ async def open_runtime_thread() -> AsyncIterator[RuntimeThread]:
     """A runtime thread for the length of the block.
 
     Leaving the block lets queued calls run. A native call that goes on for longer than
-    ``SHUTDOWN_GRACE_SECS`` cannot be interrupted, so the process then ends itself with status 70.
+    ``SHUTDOWN_GRACE_SECS`` cannot be interrupted, so the process then ends itself with status 70. Where the
+    thread ends by a fault of this program, the block is cancelled, and that is raised.
     """
     runtime = RuntimeThread()
     finished = trio.Event()
 
     async def hold_thread() -> None:
         # Shielded: the thread ends when it is told to, not when its owner is cancelled.
-        with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(runtime.work, limiter=trio.CapacityLimiter(1))
-        finished.set()
+        try:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(runtime.work, limiter=trio.CapacityLimiter(1))
+        finally:
+            finished.set()
 
     async def answer() -> None:
         with answering:

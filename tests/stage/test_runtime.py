@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -100,6 +101,27 @@ async def test_an_engine_whose_load_was_cancelled_is_closed() -> None:
                 nursery.cancel_scope.cancel()
             gate.set()
     assert closed == [True]
+
+
+@pytest.mark.parametrize("where", ["step", "add"])
+async def test_a_fault_of_this_program_ends_the_block_and_is_raised(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    iterations = toy_iterations()
+    monkeypatch.setattr(iterations, where, Mock(side_effect=AssertionError("a bug")))
+
+    async def use() -> None:
+        async with open_runtime_thread() as runtime:
+            await runtime.run(lambda: runtime.attach(iterations))
+            runtime.submit(row(lambda _: None))
+            try:
+                await trio.sleep_forever()
+            finally:
+                assert runtime.broken
+                runtime.post(lambda: None)  # as leaving the block does; it comes to nothing
+
+    with trio.fail_after(2), pytest.raises(AssertionError, match="a bug"):
+        await use()
 
 
 async def test_the_lowest_free_sequence_goes_first() -> None:
