@@ -11,7 +11,7 @@ import attrs
 from .endpoint import Endpoint
 from .errors import ConfigError
 from .fields import key, require, require_range, require_text
-from .stage import I32_MAX
+from .stage import I32_MAX, U32_MAX
 
 MAX_LINK_TOKEN_BYTES = 64
 MAX_WIRE_MS = 3_600_000
@@ -260,7 +260,8 @@ class OpenAIOptions:
     def __attrs_post_init__(self) -> None:
         _ = self.bind_endpoint
         require_text(self, "model_id")
-        require_range(self, 1, I32_MAX, "default_max_tokens", "generation_concurrency", "prefill_chunk_size")
+        require_range(self, 1, U32_MAX, "default_max_tokens")
+        require_range(self, 1, I32_MAX, "generation_concurrency", "prefill_chunk_size")
         self._check_admission()
         self._check_chunks()
 

@@ -23,6 +23,7 @@ from skippy.protocol.messages import DEFAULT_DRY_SEQUENCE_BREAKERS, DEFAULT_SAMP
 from .fields import Fields, describe
 
 I32_MAX: Final = 2**31 - 1
+U32_MAX: Final = 2**32 - 1
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 # One-letter names, as in llama.cpp's --sampling-seq.

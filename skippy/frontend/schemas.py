@@ -15,7 +15,7 @@ from skippy.protocol import SamplingConfig
 
 from .errors import ApiError
 from .fields import Fields, describe
-from .sampling import I32_MAX, parse_sampling
+from .sampling import I32_MAX, U32_MAX, parse_sampling
 from .strict_json import parse_object
 
 MAX_STOPS: Final = 16
@@ -49,7 +49,8 @@ class CommonRequest:
         stream: whether the answer is a stream of server-sent events.
         include_usage: whether a stream ends with a usage chunk.
         stop: texts that end the generation; they are not part of the answer.
-        max_tokens: tokens to generate at most, or None for the server's default.
+        max_tokens: tokens to generate at most, or None for the server's default. It may be far more than the
+            context holds: some clients write 2**32 - 1 for the rest of it.
         sampling: enabled sampling block.
         cache_key: what the client wants its cached prompts kept apart by; None: nothing.
     """
@@ -114,7 +115,7 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     model = fields.text("model")
     if not model:
         raise fields.error("model", "is missing; GET /v1/models lists what is served")
-    limits = [fields.integer(name, 1, I32_MAX) for name in limit_names]
+    limits = [fields.integer(name, 1, U32_MAX) for name in limit_names]
     count = fields.integer("n", 0, I32_MAX)
     if count == 0:
         raise fields.error("n", "is 0; it must be 1")

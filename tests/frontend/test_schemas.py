@@ -151,6 +151,7 @@ _REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2**32}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
