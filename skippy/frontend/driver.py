@@ -124,6 +124,7 @@ class ChainGenerator:
                     stream.close()
                     span["completion_token_count"] = stream.generated
                     span["finish_reason"] = stream.finish_reason
+                    stream.summarise()
 
 
 class ChainStream:
@@ -248,6 +249,19 @@ class ChainStream:
         """Name what runs on a lane. What comes too late for a lost one must not meet its name again."""
         lane.request = self._request_id, self._new_id()
         lane.generation = generation
+
+    def summarise(self) -> None:
+        """Tell what the generation was, once it is over."""
+        timings = attrs.asdict(self.timings)
+        self._telemetry.emit(
+            names.STAGE_OPENAI_GENERATION_SUMMARY,
+            request_id=self._request_id,
+            prompt_token_count=len(self._request.prompt),
+            completion_token_count=self.generated,
+            finish_reason=self._finish_reason,
+            replay_count=self._recovery.count,
+            **timings,
+        )
 
     def stop(self) -> None:
         """Begin no further decode step on the present lane. Never waits."""

@@ -64,6 +64,8 @@ class PooledLane:
         """The generation's progress, where it was admitted by a gate."""
         self.ended = False
         """It has left the pool for good."""
+        self.returning = False
+        """It is being cleaned, to be idle again."""
         self._returned = trio.Event()
 
     def give_back(self) -> None:
@@ -240,6 +242,10 @@ class LanePool:
         if pooled.request is None and self._last_error != self._lost:  # who replays a request says so
             self._lost = self._last_error
             log.warning("an idle lane was lost and is replaced", reason=self._last_error)
+        if pooled.returning:
+            telemetry.emit(
+                names.STAGE_OPENAI_DOWNSTREAM_LANE_RETURN_FAILED, lane=lane.number, error=self._last_error
+            )
         telemetry.emit(
             names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACED, retired_lane=lane.number, error=self._last_error
         )
@@ -264,6 +270,7 @@ class LanePool:
         lane = pooled.lane
         if lane.failure is not None:
             return
+        pooled.returning = True
         telemetry = self._stage.context.telemetry
         with (
             trio.move_on_after(REPLY_TIMEOUT_SECS) as scope,
@@ -283,6 +290,7 @@ class LanePool:
                 lane.check_alive()
                 lane.machine.stop_acknowledged()
                 lane.machine.release()
+                pooled.returning = False
                 self.on_request_over(lane.stats.take_request())
             except StageError:
                 pass  # the lane has ended, which `watch` sees

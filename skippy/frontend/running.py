@@ -53,6 +53,7 @@ class GenerationTask:
         express: takes a piece of text in place of a reader that waits for one, which saves the switch to the
             reader's task with every token. False: the reader must go on, and gets an empty piece.
         timings: of the generation, complete once it has ended.
+        finishing: all tokens have come; what is left is to hand the last text over.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class GenerationTask:
         self.finish_reason: FinishReason | None = None
         self.error: ApiError | None = None
         self.timings = Timings()
+        self.finishing = False
 
     @property
     def usage(self) -> Usage:
@@ -172,6 +174,7 @@ class GenerationTask:
                     break
             if not self._matcher.stopped:
                 self.finish_reason = stream.finish_reason
+        self.finishing = True
         if not self._matcher.stopped:
             rest = self._matcher.feed(self._detokeniser.finish()) + self._matcher.finish()
             if not await self._emit(rest):

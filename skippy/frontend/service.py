@@ -10,7 +10,7 @@ import trio
 from quart import Response
 
 from skippy.engine.sampling import check_settings
-from skippy.telemetry import NULL_TELEMETRY, Level, names
+from skippy.telemetry import NULL_TELEMETRY, Level, Span, names
 
 from .direct import DirectBody
 from .errors import ApiError
@@ -95,7 +95,8 @@ class CompletionService:
         request = await self._parse(parse_chat, body)
 
         async def prepare() -> GenerationRequest:
-            prompt = await self._prompts.chat(request.messages)
+            with self._preparing(caller):
+                prompt = await self._prompts.chat(request.messages)
             return self._generation_request(request, prompt, "messages", caller)
 
         shape = ChatShape(self.model_id, include_usage=request.include_usage)
@@ -106,15 +107,19 @@ class CompletionService:
         request = await self._parse(parse_completion, body)
 
         async def prepare() -> GenerationRequest:
-            if isinstance(request.prompt, str):
-                prompt = await self._prompts.text(request.prompt)
-            else:
-                check_token_ids(request.prompt, self._generator.vocabulary)
-                prompt = list(request.prompt)
+            with self._preparing(caller):
+                if isinstance(request.prompt, str):
+                    prompt = await self._prompts.text(request.prompt)
+                else:
+                    check_token_ids(request.prompt, self._generator.vocabulary)
+                    prompt = list(request.prompt)
             return self._generation_request(request, prompt, "prompt", caller)
 
         shape = CompletionShape(self.model_id, include_usage=request.include_usage)
         return await self._answer(request, prepare, shape, caller)
+
+    def _preparing(self, caller: Caller) -> Span:
+        return self._telemetry.span(names.STAGE_OPENAI_PROMPT_PREPARE, request_id=caller.request_id)
 
     async def _parse(self, parse: Callable[[bytes], R], body: bytes) -> R:
         if len(body) <= _INLINE_PARSE_BYTES:
@@ -186,9 +191,10 @@ class CompletionService:
             text = "".join([piece async for piece in task.events if piece])
             if task.error is not None:
                 raise task.error
-            whole = shape.whole(text, task.finish_reason, task.usage)
-            whole["timings"] = timings_object(task.timings, task.usage)
-            response = Response(dump(whole), content_type="application/json")
+            with self._telemetry.span(names.STAGE_OPENAI_RESPONSE_BUILD, request_id=caller.request_id):
+                whole = shape.whole(text, task.finish_reason, task.usage)
+                whole["timings"] = timings_object(task.timings, task.usage)
+                response = Response(dump(whole), content_type="application/json")
         response.timeout = None
         return response
 
@@ -219,7 +225,10 @@ class CompletionService:
                 if task.outcome in ("stalled", "cancelled"):
                     how = "receiver_stalled" if task.outcome == "stalled" else "receiver_dropped"
                     self._telemetry.emit(
-                        names.STAGE_OPENAI_STREAM_LANE_FREED, request_id=caller.request_id, outcome=how
+                        names.STAGE_OPENAI_STREAM_LANE_FREED,
+                        request_id=caller.request_id,
+                        outcome=how,
+                        frame_kind="terminal" if task.finishing else "in_flight",
                     )
 
 

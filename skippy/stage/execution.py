@@ -101,14 +101,16 @@ class Execution(FusedRestores):
             outcome.append(predicted)
             return True
 
+        held = session.length
         work = await session.prepare(message, output, keep)
         if work is None:
             await self._skip(message)
             return
+        self._tell_rewound(held, work)
         work.wave, work.forms_waves = wave, self._forms_waves(message)
         times = self.stats.measure(message)
         place = self._place_for(message, times)
-        with decode_span(context.telemetry, message) as span:
+        with decode_span(context.telemetry, message, context.stage_index) as span:
             await session.run(work)
             if not work.decodes:
                 session.grow(message.token_count)

@@ -14,6 +14,7 @@ from typing import Any
 from skippy.protocol import Buffer, Message, Reply, ReplyStats, encode_prediction, encode_reply
 from skippy.telemetry import Level, Span, Telemetry, names
 
+from .intake import ONE_TOKEN
 from .session import Predicted, Sink
 from .work import Work
 from .writer import Reservation
@@ -94,17 +95,17 @@ def token_frame(predicted: Predicted, work: Work) -> Sequence[Buffer]:
     return [encode_prediction(predicted)]
 
 
-def decode_span(telemetry: Telemetry, message: Message) -> Span:
+def decode_span(telemetry: Telemetry, message: Message, stage_index: int) -> Span:
     """Around the engine's work on a data message, its wait for the engine included."""
-    return telemetry.span(names.STAGE_BINARY_LLAMA_DECODE, **_attributes(message))
+    return telemetry.span(_name(message, stage_index), **_attributes(message))
 
 
-def reported(sink: Sink, telemetry: Telemetry, message: Message) -> Sink:
+def reported(sink: Sink, telemetry: Telemetry, message: Message, stage_index: int) -> Sink:
     """``sink``, which also records the step whose rows have run."""
 
     def report(predicted: Predicted, work: Work) -> bool:
         telemetry.emit(
-            names.STAGE_BINARY_LLAMA_DECODE,
+            _name(message, stage_index),
             level=Level.DEBUG,
             compute_ms=work.compute_us / 1000,
             decode_batch_size=work.batch_size,
@@ -113,6 +114,13 @@ def reported(sink: Sink, telemetry: Telemetry, message: Message) -> Sink:
         return sink(predicted, work)
 
     return report
+
+
+def _name(message: Message, stage_index: int) -> str:
+    """Decode steps of stage 0 have a name of their own."""
+    if stage_index == 0 and message.kind in ONE_TOKEN:
+        return names.STAGE_OPENAI_STAGE0_LLAMA_DECODE
+    return names.STAGE_BINARY_LLAMA_DECODE
 
 
 def _attributes(message: Message) -> dict[str, Any]:

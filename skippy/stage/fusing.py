@@ -91,7 +91,7 @@ class FusedRestores(Restores):
             await self._answers.open(message)
         work = await session.prepare(step, output, keep)
         assert work is not None, "what was restored for a frame does not make it stale"
-        with decode_span(context.telemetry, message) as span:
+        with decode_span(context.telemetry, message, context.stage_index) as span:
             await session.run(work)
             span["compute_ms"], span["decode_batch_size"] = work.compute_us / 1000, work.batch_size
         if downstream is None or output is None:

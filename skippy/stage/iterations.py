@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from skippy.engine import Segment, StageEngine
+from skippy.telemetry import NULL_TELEMETRY, Level, Telemetry, names
 
 from .clock import microseconds, seconds
 from .waves import WaveQueue
@@ -38,6 +39,7 @@ class Iterations:
         waves: where decode steps wait for those that they belong with.
         mixed_rows: rows of an iteration that carries decode steps and prefill together; None: never together.
         safe: one work at a time, whole, in order of arrival: results do not depend on what else runs.
+        telemetry: is told of each native batch, at level debug.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Iterations:
         mixed_rows: int | None = None,
         safe: bool = False,
         clock: Callable[[], float] = seconds,
+        telemetry: Telemetry = NULL_TELEMETRY,
     ) -> None:
         self._engine = engine
+        self._telemetry = telemetry
         self._waves = waves
         self._mixed_rows = mixed_rows if engine.info.can_mix else None
         self.safe = safe
@@ -231,7 +235,21 @@ class Iterations:
                 woken.append(work)
             first_logits += segment.logits
         self._observe(batch, elapsed_us / 1e6)
+        if self._telemetry.enabled(Level.DEBUG):
+            self._report(batch, elapsed_us)
         return woken
+
+    def _report(self, batch: Batch, elapsed_us: int) -> None:
+        decoded = sum(rows for work, rows in batch if work.decodes)
+        self._telemetry.emit(
+            names.STAGE_SCHEDULER_ITERATION,
+            level=Level.DEBUG,
+            running=len(batch),
+            waiting=len(self._prefill) + self._waves.waiting,
+            decode_tokens=decoded,
+            prefill_tokens=sum(rows for _, rows in batch) - decoded,
+            execution_ms=elapsed_us / 1000,
+        )
 
     def _decode_scattered(self, segments: list[Segment], batch: Batch, total: int) -> None:
         """Decode rows whose boundaries belong into buffers of their own."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 import trio
 
 from skippy.engine import EngineError, EngineInfo, StageEngine, Vocabulary
+from skippy.telemetry import NULL_TELEMETRY, Telemetry
 
 from .errors import RequestFailed
 from .groups import DecodeGroups
@@ -187,12 +188,13 @@ async def open_scheduler(
     count_stages: Callable[[EngineInfo], int] = lambda _: 1,
     mixed_rows: int | None = None,
     safe: bool = False,
+    telemetry: Telemetry = NULL_TELEMETRY,
 ) -> AsyncIterator[Scheduler]:
     """Load the engine on the runtime and close it there when the block is left.
 
     Args:
         count_stages: how many stages decode steps that begin here pass through.
-        mixed_rows, safe: as :class:`Iterations` has them.
+        mixed_rows, safe, telemetry: as :class:`Iterations` has them.
 
     Cancellation: a load that has begun goes on to its end; the engine it makes is closed right behind it.
     """
@@ -203,7 +205,7 @@ async def open_scheduler(
         stages = count_stages(engine.info)
         groups = DecodeGroups(stages) if stages > 1 and runtime.waits else None
         waves = WaveQueue(groups, patient=runtime.waits)
-        iterations = Iterations(engine, waves, mixed_rows=mixed_rows, safe=safe)
+        iterations = Iterations(engine, waves, mixed_rows=mixed_rows, safe=safe, telemetry=telemetry)
         loaded.append((engine, iterations))
         runtime.attach(iterations)
 

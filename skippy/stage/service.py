@@ -139,13 +139,20 @@ async def _open_scheduler(
 ) -> AsyncIterator[Scheduler]:
     """The loaded engine and what feeds it, as configured, told of in the telemetry."""
     telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_LOAD_START, stage_id=config.stage_id)
+    began = trio.current_time()
     async with open_scheduler(
         make_engine,
         runtime,
         count_stages=functools.partial(_count_stages, config, topology),
         mixed_rows=config.batch_max_tokens,
         safe=safe,
+        telemetry=telemetry,
     ) as scheduler:
+        telemetry.emit(
+            names.STAGE_EMBEDDED_RUNTIME_READY,
+            stage_id=config.stage_id,
+            elapsed_ms=1000 * (trio.current_time() - began),
+        )
         if safe:
             log.warning("safe mode: one sequence at a time, in order of arrival", stage_id=config.stage_id)
         telemetry.emit(
@@ -157,6 +164,8 @@ async def _open_scheduler(
         try:
             yield scheduler
         finally:
+            if runtime.broken:
+                telemetry.emit(names.STAGE_SCHEDULER_WORKER_PANIC, failure_contained=False)
             telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
 
 

@@ -28,7 +28,7 @@ from skippy.protocol import (
     requires_predicted_reply,
     set_seq_id,
 )
-from skippy.telemetry import Level
+from skippy.telemetry import Level, names
 
 from .answers import Answers
 from .context import StageContext
@@ -169,9 +169,11 @@ class Steps:
         wave = wave_of(message) if self.waves else None
         output, frame = self._frame_to_come(message)
         self._express = express = make_express(frame)
+        held = self._session.length
         work = self._session.prepare_now(
             message, output, self._reported(express.sink, message), express.settle
         )
+        self._tell_rewound(held, work)
         work.wave, work.forms_waves = wave, self._forms_waves(message)
         self._started = work
         self._session.start(work)
@@ -263,14 +265,15 @@ class Steps:
         """Hand the engine a decode step, after which it goes on by itself, as ``run`` says.
 
         Returns the place of what ends the run: an Ack, or the lane's failure. None, and nothing has happened,
-        where this stage is not all of the chain, or something would have to be waited for. Only after
-        :meth:`settle`. Raises as :meth:`carry_out`.
+        where this stage is not all of the chain, something would have to be waited for, or each step is to be
+        recorded. Only after :meth:`settle`. Raises as :meth:`carry_out`.
         """
         session = self._session
         if (
             not (self.downstream is None and self._answers.stay_here)
             or session is None
             or not session.takes_now(message)
+            or self._context.telemetry.enabled(Level.DEBUG)
         ):
             return None
         self._machine.receive(message)
@@ -295,8 +298,20 @@ class Steps:
             self._session.went_on()
 
     def _reported(self, sink: Sink, message: Message) -> Sink:
-        telemetry = self._context.telemetry
-        return reported(sink, telemetry, message) if telemetry.enabled(Level.DEBUG) else sink
+        telemetry, index = self._context.telemetry, self._context.stage_index
+        return reported(sink, telemetry, message, index) if telemetry.enabled(Level.DEBUG) else sink
+
+    def _tell_rewound(self, held: int, work: Work) -> None:
+        """Record that a session that held so many positions goes on from an earlier one."""
+        position = work.segment.position
+        if position < held:
+            first = self._context.stage_index == 0
+            self._context.telemetry.emit(
+                names.STAGE_OPENAI_SESSION_AUTO_ALIGN if first else names.STAGE_BINARY_SESSION_AUTO_ALIGN,
+                level=Level.DEBUG,
+                before_token_count=held,
+                after_token_count=position,
+            )
 
     def _forms_waves(self, message: Message) -> bool:
         """Whether stage 0 may compute this row together with those of other lanes, as a wave."""

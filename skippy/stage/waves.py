@@ -267,6 +267,12 @@ class WaveQueue:
             group.sent.append(group.last)
         return rows
 
+    @property
+    def waiting(self) -> int:
+        """Steps that have not been handed out."""
+        arriving = sum(len(each.rows) for each in self._arriving.values())
+        return len(self._loose) + arriving + sum(len(each.rows) for each in self._local.values())
+
     def take_all(self) -> list[Work]:
         """Everything that waits; nothing does afterwards."""
         works = [*self._loose]

@@ -153,6 +153,7 @@ async def test_max_tokens() -> None:
         assert await run(max_tokens=3, max_completion_tokens=5) == (5, "length")
         room = 100 - len(generator.requests[0].prompt)
         assert await run(max_tokens=5000) == (room, "length")
+        assert await run(max_tokens=2**32 - 1) == (room, "length")
 
 
 async def test_default_max_tokens_is_the_rest_of_the_context() -> None:
@@ -369,7 +370,8 @@ async def test_disconnect_ends_the_generation(stream: bool) -> None:
             assert answer.json()["choices"][0]["message"]["content"] == "next"
         nursery.cancel_scope.cancel()
     events = {event.name: event.attributes for event in sink.events}
-    assert events[names.STAGE_OPENAI_STREAM_LANE_FREED]["outcome"] == "receiver_dropped"
+    freed = events[names.STAGE_OPENAI_STREAM_LANE_FREED]
+    assert (freed["outcome"], freed["frame_kind"]) == ("receiver_dropped", "in_flight")
     assert events[names.STAGE_OPENAI_REQUEST_SUMMARY]["status"] == "completed"
 
 
