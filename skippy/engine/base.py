@@ -45,7 +45,8 @@ class EngineInfo:
         max_batch: rows one ``decode`` may carry.
         max_sequences: native sequences, ids ``0 … max_sequences-1``.
         can_trim: a sequence can be shortened to any length (not so for recurrent state).
-        can_copy: a sequence can be copied to another id.
+        can_trim_state: so can one whose state was imported (not so with windowed layers).
+        can_copy: a sequence can be copied to another id, in part if ``can_trim``.
         can_export: sequence state can be exported and imported.
         can_mix: segments of several rows share a native call with each other and with single rows. Where
             they cannot (recurrent and hybrid models, windowed caches without ``swa_full``), single rows of
@@ -67,6 +68,7 @@ class EngineInfo:
     max_batch: int
     max_sequences: int
     can_trim: bool = True
+    can_trim_state: bool = True
     can_copy: bool = True
     can_export: bool = True
     can_mix: bool = True

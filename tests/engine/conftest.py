@@ -10,12 +10,13 @@ import pytest
 from skippy.engine import EngineOptions, StageEngine
 from skippy.engine.llama import LlamaEngine
 from skippy.engine.toy import ToyEngine
-from skippy.models import ensure_slice
+from skippy.models import SliceInfo, ensure_slice
 from tests.support.tiny_models import write_tiny
 
 from .chains import Chain, Kind
 
 OpenChain = Callable[..., Chain]
+OpenModel = Callable[..., Chain]
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +89,18 @@ def open_chain() -> Iterator[OpenChain]:
     yield make
     for stage in opened:
         stage.close()
+
+
+@pytest.fixture
+def open_model() -> Iterator[OpenModel]:
+    """``open_model(path, **options)``: a whole model as a chain of one; closed after the test."""
+    opened: list[LlamaEngine] = []
+
+    def make(path: Path, **options: Any) -> Chain:
+        given = EngineOptions(**{"n_threads": 1, "max_sequences": 4, "context_length": 64, **options})
+        opened.append(LlamaEngine.load(SliceInfo.from_file(path), given))
+        return Chain([opened[-1]])
+
+    yield make
+    for engine in opened:
+        engine.close()

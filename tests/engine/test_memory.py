@@ -4,46 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
-from skippy.engine import EngineOptions
+from skippy.engine import EngineOptions, Segment
 from skippy.engine.llama import LlamaEngine
 from skippy.engine.llama.layout import Layout, Rows
 from skippy.engine.llama.native import _router, api
 from skippy.engine.llama.state import HEADER_BYTES, checksum
+from skippy.engine.options import TapChoice
 from skippy.models import SliceInfo
-from tests.support.tiny_models import write_tiny
+from tests.support.tiny_models import write_tiny, write_tiny_windowed
 
 from .chains import Chain
+from .conftest import OpenModel
 
 TOKENS = [(index * 37 + 11) % 250 for index in range(60)]
-OpenModel = Callable[..., Chain]
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 32 values, which quantised caches need."""
     return write_tiny(tmp_path_factory.mktemp("wide") / "wide.gguf", layers=3, width=128)
-
-
-@pytest.fixture
-def open_model() -> Iterator[OpenModel]:
-    """``open_model(path, **options)``: a whole model as a chain of one; closed after the test."""
-    opened: list[LlamaEngine] = []
-
-    def make(path: Path, **options: Any) -> Chain:
-        given = EngineOptions(**{"n_threads": 1, "max_sequences": 4, "context_length": 64, **options})
-        opened.append(LlamaEngine.load(SliceInfo.from_file(path), given))
-        return Chain([opened[-1]])
-
-    yield make
-    for engine in opened:
-        engine.close()
 
 
 def _llama(chain: Chain) -> LlamaEngine:
@@ -195,3 +181,33 @@ def test_layouts_of_damaged_state() -> None:
             Layout.of(memoryview(body), recurrent=recurrent)  # whatever it is: no other exception
     empty = head + np.array([1, 0] * 200, "<u4").tobytes()
     assert Layout.of(memoryview(empty), recurrent=False) is None
+
+
+@pytest.mark.parametrize("tap", ["c", "python"])
+@pytest.mark.parametrize("start", [0, 1])
+def test_copies_of_windowed_caches_on_inner_stages(start: int, tap: TapChoice, tmp_path: Path) -> None:
+    """A whole model as a stage with layers behind it, perhaps before it: the copy is completed there, too."""
+    whole = SliceInfo.from_file(write_tiny_windowed(tmp_path / "windowed.gguf"))
+    info = attrs.evolve(
+        whole, layer_start=start, layer_end=start + 8, layer_count=start + 9, boundary_node="l_out-7"
+    )
+    engine = LlamaEngine.load(info, EngineOptions(n_threads=1, context_length=256, tap=tap))
+    rows = np.random.default_rng(0).normal(0, 1, (60, whole.hidden_size)).astype(np.float32)
+
+    def run(sequence: int, first: int, last: int) -> bytes:
+        output = bytearray((last - first) * whole.hidden_size * 4)
+        values = None if engine.info.is_first else rows[first:last].data.cast("B")
+        tokens = TOKENS[first:last] if engine.info.is_first else None
+        engine.decode(
+            [Segment(sequence, first, last - first, tokens=tokens, activation=values)], memoryview(output)
+        )
+        return bytes(output)
+
+    run(0, 0, 50)
+    engine.copy(0, 2, 30)
+    engine.copy(0, 3)
+    expected = run(0, 50, 60)
+    assert run(3, 50, 60) == expected
+    engine.trim(0, 30)
+    assert run(2, 30, 40) == run(0, 30, 40)
+    engine.close()

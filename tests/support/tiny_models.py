@@ -7,7 +7,7 @@ a real one of the gpt2 kind: one token per byte and a few merges, so every text 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +26,7 @@ CHAT_TEMPLATE = (
 _BIASES: Mapping[str, tuple[str, ...]] = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 _QK_NORMS = ("qwen3",)
 _UNTIED_ONLY = ("internlm2",)
+_ONE_NORM = ("cohere2",)
 
 
 def byte_characters() -> list[str]:
@@ -61,10 +62,10 @@ def write_tiny(
 ) -> Path:
     """Write a random model; the same arguments give the same file.
 
-    ``arch`` is llama, mistral3, qwen2, qwen3 or internlm2 (untied only); other names get llama's layout,
-    good for reading the header only. ``weights`` is the ggml type of the matrices (norms, biases stay F32).
-    ``extra`` adds or replaces metadata: key → (type, value), where a list is an array of that type.
-    ``tokens`` replaces the vocabulary.
+    ``arch`` is llama, mistral3, qwen2, qwen3, cohere2 or internlm2 (untied only); other names get llama's
+    layout, good for reading the header only. ``weights`` is the ggml type of the matrices (norms, biases
+    stay F32). ``extra`` adds or replaces metadata: key → (type, value), where a list is an array of that
+    type. ``tokens`` replaces the vocabulary.
     """
     if tied and arch in _UNTIED_ONLY:
         raise ValueError(f"{arch} models have an output matrix, use tied=False")
@@ -89,14 +90,38 @@ def write_tiny(
     return Path(path)
 
 
+def write_tiny_windowed(path: str | os.PathLike[str], layers: int = 8, window: int = 16) -> Path:
+    """A random cohere2 model, whose layers look at the last ``window`` positions, except each fourth."""
+    extra = {
+        "cohere2.attention.sliding_window": (GGUFValueType.UINT32, window),
+        "cohere2.attention.layer_norm_epsilon": (GGUFValueType.FLOAT32, 1e-5),
+        "cohere2.logit_scale": (GGUFValueType.FLOAT32, 1.0),
+    }
+    return write_tiny(path, "cohere2", layers, extra=extra)
+
+
 def write_tiny_mamba(path: str | os.PathLike[str], layers: int = 3, *, width: int = 64) -> Path:
     """A random model with recurrent state instead of a cache of positions, and the same tokenizer."""
-    inner, state, rank = 2 * width, 16, 4
-    out = GGUFWriter(os.fspath(path), "mamba")
-    metadata = _metadata("mamba", layers, width, 1, 1, 0, 512, vocabulary())
+    return _write_recurrent(path, "mamba", layers, width, attending=())
+
+
+def write_tiny_jamba(path: str | os.PathLike[str], layers: int = 4, *, width: int = 64) -> Path:
+    """A random hybrid model: recurrent state in even layers, a cache of positions in odd ones."""
+    return _write_recurrent(path, "jamba", layers, width, attending=range(1, layers, 2))
+
+
+def _write_recurrent(
+    path: str | os.PathLike[str], arch: str, layers: int, width: int, attending: Collection[int]
+) -> Path:
+    inner, state, rank, feed_forward = 2 * width, 16, 4, 2 * width if attending else 0
+    out = GGUFWriter(os.fspath(path), arch)
+    metadata = _metadata(arch, layers, width, 4 if attending else 1, 1, feed_forward, 512, vocabulary())
+    if attending:
+        heads = [2 if layer in attending else 0 for layer in range(layers)]
+        metadata[f"{arch}.attention.head_count_kv"] = (GGUFValueType.INT32, heads)
     for name, number in (("conv_kernel", 4), ("inner_size", inner), ("state_size", state)):
-        metadata[f"mamba.ssm.{name}"] = (GGUFValueType.UINT32, number)
-    metadata["mamba.ssm.time_step_rank"] = (GGUFValueType.UINT32, rank)
+        metadata[f"{arch}.ssm.{name}"] = (GGUFValueType.UINT32, number)
+    metadata[f"{arch}.ssm.time_step_rank"] = (GGUFValueType.UINT32, rank)
     _add_metadata(out, metadata)
     generator = np.random.default_rng(0)
 
@@ -108,15 +133,27 @@ def write_tiny_mamba(path: str | os.PathLike[str], layers: int = 3, *, width: in
     for layer in range(layers):
         block = f"blk.{layer}."
         add(f"{block}attn_norm.weight", width, mean=1.0)
-        add(f"{block}ssm_in.weight", width, 2 * inner)
-        add(f"{block}ssm_conv1d.weight", 4, inner)
-        add(f"{block}ssm_conv1d.bias", inner)
-        add(f"{block}ssm_x.weight", inner, rank + 2 * state)
-        add(f"{block}ssm_dt.weight", rank, inner)
-        add(f"{block}ssm_dt.bias", inner)
-        add(f"{block}ssm_a", state, inner, mean=-1.0)
-        add(f"{block}ssm_d", inner, mean=1.0)
-        add(f"{block}ssm_out.weight", inner, width)
+        if layer in attending:
+            for name, values in (("q", width), ("k", width // 2), ("v", width // 2), ("output", width)):
+                add(f"{block}attn_{name}.weight", width, values)
+        else:
+            add(f"{block}ssm_in.weight", width, 2 * inner)
+            add(f"{block}ssm_conv1d.weight", 4, inner)
+            add(f"{block}ssm_conv1d.bias", inner)
+            add(f"{block}ssm_x.weight", inner, rank + 2 * state)
+            add(f"{block}ssm_dt.weight", rank, inner)
+            add(f"{block}ssm_dt.bias", inner)
+            add(f"{block}ssm_a", state, inner, mean=-1.0)
+            add(f"{block}ssm_d", inner, mean=1.0)
+            add(f"{block}ssm_out.weight", inner, width)
+        if attending:
+            if layer not in attending:
+                for name, values in (("dt", rank), ("b", state), ("c", state)):
+                    add(f"{block}ssm_{name}_norm.weight", values, mean=1.0)
+            add(f"{block}ffn_norm.weight", width, mean=1.0)
+            add(f"{block}ffn_gate.weight", width, feed_forward)
+            add(f"{block}ffn_up.weight", width, feed_forward)
+            add(f"{block}ffn_down.weight", feed_forward, width)
     _write(out)
     return Path(path)
 
@@ -206,7 +243,7 @@ def _shapes(
         if arch in _QK_NORMS:
             out += [(f"blk.{layer}.{name}.weight", (head,)) for name in ("attn_q_norm", "attn_k_norm")]
         for name, shape in matrices.items():
-            if name == "ffn_gate":
+            if name == "ffn_gate" and arch not in _ONE_NORM:
                 out.append((f"blk.{layer}.ffn_norm.weight", (width,)))
             out.append((f"blk.{layer}.{name}.weight", shape))
             if name in _BIASES.get(arch, ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from skippy.engine.checks import (
     check_finite,
     check_sequence,
     check_trim,
+    token_array,
 )
 from skippy.engine.options import EngineOptions
 from skippy.engine.running import RunningDecode
@@ -40,13 +42,14 @@ from .batch import NativeBatch
 from .boundary import BoundaryRows
 from .loading import LoadProgress, create_context, load_model, set_abort_flag
 from .memory import CacheSizes, MemoryKind, SequenceMemory
-from .native import api, ggml_functions, initialise
+from .native import address_of, api, ggml_functions, initialise, silenced
 from .order import NativeCall, RowOrder, plan_calls
 from .sampler import LlamaSampler
 from .state import StateFormat
 from .vocabulary import LlamaVocabulary
 
 _NO_SLOT = 1  # llama_decode: the cache has no room for the batch; nothing was changed
+_ABORTED = 2
 
 
 class LlamaEngine(StageEngine):
@@ -242,7 +245,9 @@ class LlamaEngine(StageEngine):
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         self._check_usable()
         held, target_held = self.length(source), self.length(target)
-        self._memory.copy(source, target, check_copy(self._info, source, target, held, target_held, length))
+        count = check_copy(self._info, source, target, held, target_held, length)
+        if self._memory.copy(source, target, count):
+            self._begin_decode(target)
 
     def export_state(self, sequence: int) -> memoryview:
         self._check_usable()
@@ -260,13 +265,36 @@ class LlamaEngine(StageEngine):
         check_difference(self._info, first, second, self.length(first), self.length(second), length)
         return self._memory.difference(first, second, length) if length else 0.0
 
+    def _begin_decode(self, sequence: int) -> None:
+        """Let llama.cpp do what it does before it decodes: a row of ``sequence`` that is aborted at once."""
+        row, output = self._blank_row(sequence)
+        if self._tap is not None and output is not None:
+            self._tap.arm(address_of(output), output.nbytes)
+        tokens = [token_array(row.tokens, 1)] if row.tokens is not None else []
+        batch = self._batch.of_tokens([row], tokens) if tokens else self._batch.of_activations([row])
+        self._running.begin([row])
+        self._running.abort(None)
+        with silenced():
+            code = api.llama_decode(self._context, batch)
+        with contextlib.suppress(EngineError):
+            self._running.end()
+        self._memory.rewind([sequence], ran=False)
+        if code not in (0, _NO_SLOT, _ABORTED):
+            self._memory.drop(sequence)
+            raise EngineError(f"llama.cpp could not copy to sequence {sequence} (code {code})")
+
+    def _blank_row(self, sequence: int) -> tuple[Segment, memoryview | None]:
+        info, length = self._info, self._memory.lengths[sequence]
+        output = None if info.is_last else memoryview(bytearray(info.output_width * 4))
+        if info.is_first:
+            return Segment(sequence, length, 1, tokens=[0]), output
+        return Segment(sequence, length, 1, activation=memoryview(bytes(info.input_width * 4))), output
+
     def _measure(self, kind: MemoryKind) -> CacheSizes:
         """Sizes of the cache, as found by running one row."""
-        info = self._info
-        values = None if info.is_first else memoryview(bytes(info.input_width * 4))
-        row = Segment(0, 0, 1, tokens=[0] if info.is_first else None, activation=values)
+        row, output = self._blank_row(0)
         try:
-            self.decode([row], None if info.is_last else memoryview(bytearray(info.output_width * 4)))
+            self.decode([row], output)
             layout = self._memory.layout(0)
         except EngineError as error:
             raise ModelLoadError(f"the model cannot run a row: {error}") from error
@@ -325,6 +353,7 @@ def _describe(
         max_batch=min(options.n_batch, int(api.llama_n_batch(context))),
         max_sequences=options.max_sequences,
         can_trim=kind.can_trim,
+        can_trim_state=kind.can_trim and not kind.window,
         can_mix=_row_order(kind) is not RowOrder.UNKNOWN,
         tap=None if tap is None else tap.kind,
         weights_bytes=int(api.llama_model_size(model)),

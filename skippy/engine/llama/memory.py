@@ -125,8 +125,11 @@ class SequenceMemory:
             return False
         return bool(api.llama_memory_seq_pos_max(self._memory, sequence) == length - 1)
 
-    def copy(self, source: int, target: int, count: int) -> None:
-        """Give ``target``, which is empty, the first ``count`` positions of ``source``."""
+    def copy(self, source: int, target: int, count: int) -> bool:
+        """Give ``target``, which is empty, the first ``count`` positions of ``source``.
+
+        True: llama.cpp moves the cells when it next decodes, which must be at once.
+        """
         held = self.lengths[source]
         if count < held and count and not self._kind.can_trim:
             raise EngineError("this model's state can only be copied whole")
@@ -135,17 +138,21 @@ class SequenceMemory:
                 f"of sequence {source} at least {self._floors[source]} positions must be copied"
             )
         if not count:
-            return
-        if self._kind.shares_cells:
-            api.llama_memory_seq_cp(self._memory, source, target, -1, count if count < held else -1)
-            self._floors[target] = self._floors[source]
-        else:
-            # Across streams llama.cpp's own copy moves all cells, held or not, with the next decode.
+            return False
+        # Across streams llama.cpp's own copy moves all cells, held or not; but state leaves out what windowed
+        # layers no longer look at, and the copy is to be as sliceable as its source.
+        by_state = self._kind.forgetful or not (self._kind.shares_cells or self._kind.window)
+        if by_state:
             self._native_import(target, self._first(self._native_export(source), count, held), count)
-        if api.llama_memory_seq_pos_max(self._memory, target) != count - 1:
+        else:
+            part = count if count < held and self._kind.shares_cells else -1
+            api.llama_memory_seq_cp(self._memory, source, target, -1, part)
+            self._floors[target] = self._floors[source]
+        if not self._native_trim(target, count):
             self.drop(target)
             raise EngineError(f"sequence {source} could not be copied")
         self.lengths[target] = count
+        return not (by_state or self._kind.shares_cells)
 
     def _first(self, body: memoryview, count: int, held: int) -> memoryview:
         """The first ``count`` of ``held`` positions of native state."""

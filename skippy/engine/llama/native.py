@@ -36,6 +36,7 @@ class _LogRouter:
 
     def __init__(self) -> None:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
+        self.silent = False
         self._level = 0
         # Kept for the life of the process: the library holds the pointer.
         self.callback = api.llama_log_callback(self._receive)
@@ -43,7 +44,7 @@ class _LogRouter:
     def _receive(self, level: int, text: bytes | None, _user_data: int | None) -> None:
         if level != _LEVEL_CONTINUED:
             self._level = level
-        if self._level not in (_LEVEL_WARN, _LEVEL_ERROR) or text is None:
+        if self._level not in (_LEVEL_WARN, _LEVEL_ERROR) or text is None or self.silent:
             return
         message = text.decode(errors="replace").strip()
         if not message or message == ".":
@@ -73,6 +74,16 @@ def reported_errors() -> Iterator[collections.deque[str]]:
     """What llama.cpp reports as errors inside the block, the last few lines of it."""
     _router.errors.clear()
     yield _router.errors
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Nothing of what llama.cpp says inside the block is logged: what it complains about is meant."""
+    _router.silent = True
+    try:
+        yield
+    finally:
+        _router.silent = False
 
 
 def ggml_functions(names: Sequence[str] = GGML_FUNCTIONS) -> dict[str, int]:
