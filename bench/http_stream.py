@@ -131,9 +131,9 @@ def request_head(host: str, port: int, path: str, length: int) -> bytes:
 
 
 def piece_of(event: Any) -> str:
-    """The text that a chunk of a completion brings; empty for a chunk that brings none."""
-    choices = event.get("choices") or [{}]
-    return choices[0].get("text") or ""
+    """The text that a chunk of a completion or a chat brings; empty for a chunk that brings none."""
+    choice = (event.get("choices") or [{}])[0]
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
 def load_event(data: bytes) -> Any:

@@ -5,7 +5,7 @@ Run by path, with a Python that has xllamacpp; that need not be the one skippy i
     python -P bench/llamacpp_server.py MODEL --threads 2 --lanes 8 --context 1024
 
 Prints the base URL when the model is loaded. The server's settings are its defaults, but for its caches of
-earlier prompts, which are off: figures are of requests that no cache helps.
+earlier prompts, which are off unless `--cache` is given: most figures are of requests that no cache helps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("model")
     for name in ("threads", "lanes", "context"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--cache", action="store_true")
     args = parser.parse_args()
     params = xllamacpp.CommonParams()
     params.model.path = args.model
@@ -28,8 +29,9 @@ def main() -> None:
     params.n_parallel = args.lanes
     params.n_ctx = args.lanes * args.context  # which the server divides among its slots
     params.cont_batching = True
-    params.cache_prompt = params.cache_idle_slots = False
-    params.cache_ram_mib = params.n_ctx_checkpoints = params.n_cache_reuse = 0
+    if not args.cache:
+        params.cache_prompt = params.cache_idle_slots = False
+        params.cache_ram_mib = params.n_ctx_checkpoints = params.n_cache_reuse = 0
     params.fit_params = False  # would change the context to what it thinks fits
     params.ui = False
     server = xllamacpp.Server(params)

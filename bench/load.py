@@ -61,7 +61,8 @@ class Outcome:
         started, ended: before the request is written; after the last byte of the answer.
         times: when each piece of text arrived.
         tokens: how many were generated, as the server counts; where it does not, the pieces.
-        prompt_tokens: None where the server does not say.
+        prompt_tokens, cached_tokens: of the prompt, and of those the ones that a cache had; None where the
+            server does not say.
         error: what went wrong, in the server's words where there are any.
     """
 
@@ -73,6 +74,7 @@ class Outcome:
     text: str = ""
     tokens: int = 0
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     finish: str | None = None
     error: str | None = None
 
@@ -127,6 +129,7 @@ class _Exchange:
             text="".join(pieces),
             tokens=usage.get("completion_tokens", len(pieces)),
             prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             finish=finish,
             error=error,
         )

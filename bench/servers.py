@@ -101,6 +101,13 @@ def completion_body(server: Server, prompt: str, tokens: int) -> dict[str, Any]:
     }
 
 
+def chat_body(server: Server, messages: Sequence[Mapping[str, str]], tokens: int) -> dict[str, Any]:
+    """As :func:`completion_body`, for a conversation."""
+    body = completion_body(server, "", tokens)
+    del body["prompt"]
+    return {**body, "messages": list(messages)}
+
+
 def skippy_command(
     model: Path, stages: int, threads: int, lanes: int, context: int, more: Sequence[str] = ()
 ) -> list[str]:
@@ -133,14 +140,14 @@ def skippy_server(
 
 @contextlib.contextmanager
 def llamacpp_server(
-    name: str, model: Path, *, python: str, threads: int, lanes: int, context: int
+    name: str, model: Path, *, python: str, threads: int, lanes: int, context: int, cached: bool = False
 ) -> Iterator[Server]:
-    """llama.cpp's server, run by ``python``, which must have xllamacpp."""
+    """llama.cpp's server, run by ``python``, which must have xllamacpp. ``cached``: with prompt caches."""
     script = Path(__file__).with_name("llamacpp_server.py")
     command = [python, "-P", str(script), str(model), "--threads", str(threads)]
-    command += ["--lanes", str(lanes), "--context", str(context)]
+    command += ["--lanes", str(lanes), "--context", str(context), *(["--cache"] if cached else [])]
     with child(name, command, r"(http://\S+)") as (process, url):
-        yield _server(name, url, "any", process.pid, extra={"ignore_eos": True, "cache_prompt": False})
+        yield _server(name, url, "any", process.pid, extra={"ignore_eos": True, "cache_prompt": cached})
 
 
 @contextlib.contextmanager
