@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -39,6 +38,7 @@ from skippy.stage.links import TcpTransport, Transport
 from skippy.telemetry import NULL_TELEMETRY, Telemetry
 from skippy.topology import make_stage_configs, make_topology, plan_even
 
+from .ports import reserve_port
 from .slow_links import SlowTransport
 from .wire_engine import WireEngine
 
@@ -116,11 +116,7 @@ class RunningChain:
 
 
 def free_endpoints(count: int) -> list[Endpoint]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    endpoints = [Endpoint(*s.getsockname()) for s in sockets]
-    for s in sockets:
-        s.close()
-    return endpoints
+    return [Endpoint("127.0.0.1", reserve_port()) for _ in range(count)]
 
 
 def make_engine(config: StageConfig, *, layers: int, width: int) -> StageEngine:

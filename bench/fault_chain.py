@@ -7,7 +7,6 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -24,6 +23,7 @@ from skippy.topology import make_stage_configs, make_topology, plan_even
 
 from .common import BenchError
 from .fault_proxy import Connection, FaultyNetwork, reset
+from .ports import reserve_port
 
 LANES = 3
 CONTEXT = 512
@@ -218,8 +218,7 @@ async def open_faulty_chain(
 
 async def _open_hop(nursery: trio.Nursery, network: FaultyNetwork, hop: int) -> tuple[int, int]:
     """Listen for a hop's dialer; returns that port, and the one of the stage that it means."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        target = free.getsockname()[1]
+    target = reserve_port()
 
     async def serve(stream: trio.SocketStream) -> None:
         try:

@@ -59,7 +59,7 @@ async def test_a_host_serves_a_chain_and_everything_ends_with_the_block() -> Non
             await endpoint.wait_ready()
             assert endpoint.ready
             assert endpoint.last_error is None
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 answer = await http.post(endpoint.url + "/completions", json=request)
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["usage"]["completion_tokens"] == 6
@@ -75,7 +75,7 @@ async def test_readyz_says_why_the_chain_is_not_ready() -> None:
         async with (
             embed.open_stage(config, topology, engine_factory=toy_engine, transport=transport) as stage,
             embed.open_openai(stage, any_port()) as endpoint,
-            httpx.AsyncClient() as http,
+            httpx.AsyncClient(timeout=60) as http,
         ):
             while endpoint.last_error is None:
                 await trio.testing.wait_all_tasks_blocked()
@@ -108,7 +108,7 @@ async def test_leaving_ends_open_streams_with_an_error_frame() -> None:
         # The endpoint's block is left first; the nursery then waits for the reader.
         async with (
             chain() as stages,
-            httpx.AsyncClient() as http,
+            httpx.AsyncClient(timeout=60) as http,
             trio.open_nursery() as nursery,
             embed.open_openai(stages[0], any_port()) as endpoint,
         ):
@@ -163,7 +163,7 @@ async def test_a_cancelled_stage_serves_until_its_block_is_left() -> None:
                         with trio.CancelScope(shield=True):
                             async with embed.open_openai(first, any_port()) as endpoint:
                                 await endpoint.wait_ready()
-                                async with httpx.AsyncClient() as http:
+                                async with httpx.AsyncClient(timeout=60) as http:
                                     answer = await http.post(endpoint.url + "/completions", json=request)
             assert scope.cancelled_caught
             assert answer.status_code == 200, answer.text

@@ -20,13 +20,20 @@ import psutil
 import pytest
 import trio
 
+from bench.ports import reserve_port
 from skippy.cli.child import ORPHAN_SECS
 from skippy.cli.launch import Chain
 from skippy.cli.stopping import INSIST_SECS
 from skippy.cli.supervise import Supervisor
 from skippy.config import to_json_value
 from tests.support.cluster import ranges_of, toy_config
-from tests.support.processes import Process, children_of, running, still_running
+from tests.support.processes import (
+    Process,
+    children_of,
+    running,
+    still_running,
+    until_patience_ends,
+)
 from tests.support.toy_skippy import CONTEXT, MODULE, SMALL_BUFFER, Toy, toy_chain
 
 pytestmark = pytest.mark.slow
@@ -54,8 +61,7 @@ def stage(
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return "127.0.0.1:{}".format(*taken.getsockname()[1:])
+    return f"127.0.0.1:{reserve_port()}"
 
 
 @attrs.define
@@ -257,13 +263,14 @@ class TestCommand:
             children = [psutil.Process(pid) for pid in children_of(process.popen.pid)]
             client = Client.ask(url_of(process))
             process.popen.send_signal(signal.SIGTERM)
-            while httpx.get(url_of(process).removesuffix("/v1") + "/readyz").status_code != 503:
-                pass  # it has heard the first one
+            ready = url_of(process).removesuffix("/v1") + "/readyz"
+            # Until it has heard the first one.
+            assert any(httpx.get(ready, timeout=60).status_code == 503 for _ in until_patience_ends())
             with pytest.raises(subprocess.TimeoutExpired):
                 process.popen.wait(INSIST_SECS)
-            assert process.stop(signal.SIGINT, 10) == 130
+            assert process.stop(signal.SIGINT) == 130
             client.connection.close()
-            assert still_running(children, 10) == []
+            assert still_running(children) == []
 
     def test_a_killed_supervisor_takes_a_stage_with_it_that_does_not_return(self) -> None:
         with toy_run(toy=Toy(stuck_stage=1)) as process:
@@ -276,7 +283,7 @@ class TestCommand:
     def test_a_native_crash_is_told_as_one(self) -> None:
         with toy_run("--max-restarts", "0", toy=Toy(stuck_stage=1, stuck_in="crash")) as process:
             client = Client.ask(url_of(process))
-            assert process.wait(30) == 1
+            assert process.wait() == 1
             client.connection.close()
         error = next(line for line in process.errors if line.startswith("error: "))
         assert error == (

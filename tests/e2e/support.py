@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from bench.ports import reserve_port
 from tests.support.processes import Process, running
 
 LAYERS = 30
@@ -53,11 +53,8 @@ def write_chain(
         scheme: of all endpoints.
         keys: of every stage's file.
     """
-    sockets = [socket.create_server((host, 0)) for host in hosts]
     prefix = f"{scheme}://" if scheme else ""
-    endpoints = ["{}{}:{}".format(prefix, *s.getsockname()) for s in sockets]
-    for s in sockets:
-        s.close()
+    endpoints = [f"{prefix}{host}:{reserve_port(host)}" for host in hosts]
     cuts = [LAYERS * i // len(hosts) for i in range(len(hosts) + 1)]
     placements: list[dict[str, Any]] = [
         {

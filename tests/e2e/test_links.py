@@ -183,7 +183,7 @@ def test_a_disconnect_in_the_middle_frees_the_lane(client: Client, unsplit: Answ
             url = client.url + "/completions"
             response = stack.enter_context(httpx.stream("POST", url, json=body, timeout=60))
             assert next(response.iter_lines()).startswith("data: {")
-    with ThreadPoolExecutor(LANES) as pool, httpx.Client(timeout=15) as http:
+    with ThreadPoolExecutor(LANES) as pool, httpx.Client(timeout=40) as http:
         body = {"model": client.model, "prompt": TEXT, "max_tokens": 16, "temperature": 0}
         asked = [pool.submit(http.post, client.url + "/completions", json=body) for _ in range(LANES)]
         answers = [future.result() for future in asked]

@@ -164,12 +164,12 @@ BAD_BODIES = {
 def test_bad_bodies_get_an_envelope_and_the_server_goes_on(chain: Served, name: str) -> None:
     headers = {"Content-Type": "application/json"}
     for path in ("/chat/completions", "/completions"):
-        response = httpx.post(chain.url + path, content=BAD_BODIES[name], headers=headers, timeout=20)
+        response = httpx.post(chain.url + path, content=BAD_BODIES[name], headers=headers, timeout=60)
         assert response.status_code == 400
         error = response.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert error["message"]
-    assert httpx.get(chain.url.removesuffix("/v1") + "/readyz", timeout=20).json()["status"] == "ready"
+    assert httpx.get(chain.url.removesuffix("/v1") + "/readyz", timeout=60).json()["status"] == "ready"
 
 
 def test_a_disconnect_frees_the_lane_at_once(bundled_model: Path) -> None:

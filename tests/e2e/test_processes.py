@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,13 @@ import psutil
 import pytest
 
 from skippy.models import ensure_slice
-from tests.support.processes import Process, children_of, running, still_running
+from tests.support.processes import (
+    Process,
+    children_of,
+    running,
+    still_running,
+    until_patience_ends,
+)
 
 from .support import serve, write_chain
 
@@ -43,13 +48,13 @@ def test_a_killed_parent_leaves_no_child(bundled_model: Path) -> None:
     with serve(bundled_model, 3) as served:
         children = [psutil.Process(pid) for pid in children_of(served.process.popen.pid)]
         served.process.popen.kill()
-        assert still_running(children, 10) == []
+        assert still_running(children) == []
 
 
 def test_a_killed_stage_is_named_and_the_rest_stops(bundled_model: Path) -> None:
     with serve(bundled_model, 3, "--max-restarts", "0") as served:
         psutil.Process(pid_of(served.process, 1)).kill()
-        assert served.process.wait(10) == 1
+        assert served.process.wait() == 1
         served.process.wait_for(
             r"^error: stage-1 \(layers 10:20\) was killed by signal SIGKILL \(perhaps out of memory\)"
         )
@@ -99,9 +104,8 @@ def wait_until_ready(http: httpx.Client, url: str) -> None:
 
 
 def readiness(http: httpx.Client, url: str) -> Iterator[httpx.Response]:
-    """What /readyz answers, again and again for a minute."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    """What /readyz answers, again and again."""
+    for _ in until_patience_ends():
         yield http.get(url.removesuffix("/v1") + "/readyz")
 
 
@@ -164,13 +168,11 @@ def test_stage_zero_says_what_is_missing_and_recovers_when_it_comes(
         with running(commands[1]) as second:
             first.wait_for("^ready$")
             assert ask(url).status_code == 200
-            second.stop(signal.SIGKILL, timeout=10)
+            second.stop(signal.SIGKILL)
         assert ask(url).status_code == 503
         with running(commands[1]):
-            for _ in range(60):  # each answer takes the server's own time, so this does not spin
-                if ask(url).status_code == 200:
-                    break
-            assert ask(url).status_code == 200
+            # Each answer takes the server's own time, so this does not spin.
+            assert any(ask(url).status_code == 200 for _ in until_patience_ends())
 
 
 BAD = {
@@ -190,7 +192,7 @@ def test_bad_models_and_cuts_are_one_clear_line(tmp_path: Path, bundled_model: P
     arguments, text = BAD[name]
     filled = [word.format(tmp=tmp_path, model=bundled_model) for word in arguments]
     process = Process.start(["run", "--bind", "127.0.0.1:0", *filled])
-    assert process.wait(60) in (1, 2)
+    assert process.wait() in (1, 2)
     assert text in process.output()
     assert "Traceback" not in process.output()
     assert len([line for line in process.errors if line.startswith("error:")]) == 1
@@ -200,6 +202,6 @@ def test_a_port_in_use_is_named(bundled_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         process = Process.start(["run", "--model", str(bundled_model), "--bind", bind])
-        assert process.wait(60) in (1, 2)
+        assert process.wait() in (1, 2)
         assert bind in process.output()
         assert "in use" in process.output()

@@ -67,7 +67,7 @@ def text_of(chain: ServedChain, prompt: list[int], command: list[str]) -> tuple[
                 text, reason, count = text + choice["text"], choice["finish_reason"], count + 1
                 if count == KILL_AFTER:
                     chain.stages[1].popen.kill()
-                    chain.stages[1].wait(10)
+                    chain.stages[1].wait()
                     again = Process.start(command)
         raise AssertionError(f"the stream has no end: {text!r}")
     finally:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.server
 import shutil
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bench.ports import reserve_port
 
 from .support import Served
 
@@ -46,9 +47,7 @@ def test_the_first_failure_ends_it_with_its_name(chain: Served) -> None:
 
 
 def test_nobody_listening_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    done = smoke(f"http://127.0.0.1:{port}/v1")
+    done = smoke(f"http://127.0.0.1:{reserve_port()}/v1")
     assert done.returncode == 1
     assert done.stderr.startswith("FAILED: models: no answer from http://127.0.0.1:")
 

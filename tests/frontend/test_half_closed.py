@@ -349,7 +349,7 @@ async def test_who_is_gone_is_noticed(
                 await trio.lowlevel.checkpoint()
         leave(client)
         await generator.idle.wait()
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             assert (await http.get("/health")).status_code == 200
     assert len(generator.requests) == 1
 

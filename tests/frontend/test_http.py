@@ -394,7 +394,7 @@ async def test_concurrent_clients_get_their_own_answers() -> None:
 async def test_keep_alive_after_errors_and_streams() -> None:
     async with client(ScriptedGenerator(say("x"))) as http:
         limits = httpx.Limits(max_connections=1)
-        async with httpx.AsyncClient(base_url=http.base_url, limits=limits) as single:
+        async with httpx.AsyncClient(base_url=http.base_url, limits=limits, timeout=60) as single:
             for _ in range(3):
                 assert (await single.get("/nowhere")).status_code == 404
                 stream = await single.post("/v1/chat/completions", json=chat_body(stream=True))

@@ -56,7 +56,7 @@ async def test_serves_an_inherited_descriptor() -> None:
                 await serve_http(app, f"fd://{bound.detach()}", task_status=task_status)
 
             assert await nursery.start(serve) == ("127.0.0.1", port)
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 assert (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
             nursery.cancel_scope.cancel()
 
@@ -67,7 +67,7 @@ async def test_shutdown_lets_a_short_request_finish() -> None:
     shutdown = trio.Event()
     app = create_app(generator)
     with trio.fail_after(20):
-        async with trio.open_nursery() as nursery, httpx.AsyncClient() as http:
+        async with trio.open_nursery() as nursery, httpx.AsyncClient(timeout=60) as http:
 
             async def serve(task_status: trio.TaskStatus[tuple[str, int]]) -> None:
                 await serve_http(
@@ -93,7 +93,7 @@ async def test_while_requests_finish_new_ones_get_503() -> None:
     shutdown = trio.Event()
     app = create_app(generator)
     with trio.fail_after(20):
-        async with trio.open_nursery() as nursery, httpx.AsyncClient() as http:
+        async with trio.open_nursery() as nursery, httpx.AsyncClient(timeout=60) as http:
 
             async def serve(task_status: trio.TaskStatus[tuple[str, int]]) -> None:
                 await serve_http(
@@ -110,7 +110,7 @@ async def test_while_requests_finish_new_ones_get_503() -> None:
                 await anext(lines)
                 shutdown.set()
                 await trio.testing.wait_all_tasks_blocked()
-                async with httpx.AsyncClient() as late:
+                async with httpx.AsyncClient(timeout=60) as late:
                     for client in (http, late):
                         refused = await client.post(f"{url}/v1/chat/completions", json=chat_body())
                         assert refused.status_code == 503
@@ -125,7 +125,10 @@ async def test_while_requests_finish_new_ones_get_503() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_shutdown_closes_idle_connections_at_once(stream: bool) -> None:
-    async with httpx.AsyncClient() as http, serving(ScriptedGenerator(say("x")), grace_secs=600) as url:
+    async with (
+        httpx.AsyncClient(timeout=60) as http,
+        serving(ScriptedGenerator(say("x")), grace_secs=600) as url,
+    ):
         answer = await http.post(f"{url}/v1/chat/completions", json=chat_body(stream=stream))
         assert answer.status_code == 200
 

@@ -175,7 +175,7 @@ async def test_clients_that_leave_the_queue(stream: bool, keep_alive: float) -> 
     ):
         target = httpx.URL(url)
         request = GenerationRequest(prompt=[1], max_tokens=1)
-        async with generator.generate(request), httpx.AsyncClient(base_url=url) as http:
+        async with generator.generate(request), httpx.AsyncClient(base_url=url, timeout=60) as http:
             for _ in range(3):
                 connections = [await trio.open_tcp_stream(target.host, target.port or 0) for _ in range(3)]
                 for connection in connections:
@@ -193,7 +193,7 @@ async def test_clients_that_leave_the_queue(stream: bool, keep_alive: float) -> 
 
 
 async def httpx_post(url: str, **fields: int) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         return await http.post("/v1/completions", json=completion_body("hi", **fields))
 
 

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from bench.ports import reserve_port
 from skippy.config import Endpoint, WireConditions
 from skippy.sim.faults import PERFECT, Conditions
 from skippy.sim.network import SimNetwork
@@ -269,10 +270,8 @@ async def test_a_host_that_is_none_is_an_error_of_its_endpoint(host: str) -> Non
 
 
 async def test_a_refused_connection_says_no_more_than_that() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     with pytest.raises(ConnectionRefusedError) as caught:
-        await TcpTransport().connect(Endpoint("127.0.0.1", port))
+        await TcpTransport().connect(Endpoint("127.0.0.1", reserve_port()))
     assert caught.value.strerror == "Connection refused"
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import attrs
 import psutil
 
 START_SECS = 120
-STOP_SECS = 5
+# Not how long a stop may take (tests/cli/test_bounded_stop.py is for that), but when a test gives up.
+PATIENCE_SECS = 60
 
 
 @attrs.define
@@ -77,12 +79,12 @@ class Process:
     def output(self) -> str:
         return "\n".join([*self.lines, *self.errors])
 
-    def stop(self, number: int = signal.SIGINT, timeout: float = STOP_SECS) -> int:
+    def stop(self, number: int = signal.SIGINT, timeout: float = PATIENCE_SECS) -> int:
         """Send a signal and wait; fails when the process is not gone in time."""
         self.popen.send_signal(number)
         return self.wait(timeout)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = PATIENCE_SECS) -> int:
         try:
             code = self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -106,6 +108,13 @@ def running(
             process.stop()
 
 
+def until_patience_ends() -> Iterator[None]:
+    """Turns of a loop that asks for what must come true, until that has taken too long."""
+    deadline = time.monotonic() + PATIENCE_SECS
+    while time.monotonic() < deadline:
+        yield
+
+
 def children_of(pid: int) -> list[int]:
     """Every descendant of a process that is still there."""
     try:
@@ -114,7 +123,9 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def still_running(processes: Sequence[psutil.Process], timeout: float) -> list[psutil.Process]:
+def still_running(
+    processes: Sequence[psutil.Process], timeout: float = PATIENCE_SECS
+) -> list[psutil.Process]:
     """Those that have not ended in time. Orphans that only wait for the system to collect them have."""
 
     def runs(process: psutil.Process) -> bool:
