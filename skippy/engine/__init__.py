@@ -14,6 +14,7 @@ from .base import (
     Sampler,
     Segment,
     StageEngine,
+    StateBytes,
     Vocabulary,
 )
 from .options import CACHE_TYPES, MAX_SEQUENCES, EngineOptions, usable_cores
@@ -30,6 +31,7 @@ __all__ = [
     "Sampler",
     "Segment",
     "StageEngine",
+    "StateBytes",
     "Vocabulary",
     "usable_cores",
 ]

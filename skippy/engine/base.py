@@ -16,6 +16,8 @@ import numpy.typing as npt
 from skippy.protocol.messages import SamplingConfig
 
 FloatArray = npt.NDArray[np.float32]
+StateBytes = bytes | bytearray | memoryview | Sequence[bytes | memoryview]
+"""Exported state: a buffer, or the pieces of one in order."""
 
 
 class EngineError(Exception):
@@ -246,18 +248,42 @@ class StageEngine(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, source: int, target: int, length: int | None = None) -> None:
-        """Make ``target`` (must be empty) hold the first ``length`` positions of ``source`` (default all)."""
+        """Make ``target`` (must be empty) hold the first ``length`` positions of ``source`` (default all).
+
+        Where sequences share a pool of cells, a copy shares those of its source and takes none.
+
+        Raises:
+            EngineError: it could not be copied (``target`` is empty), or only part of a state was asked for
+                that is one whole (not ``can_trim``; what was imported, where not ``can_trim_state``).
+            ContextFullError: a copy that shares nothing has no room.
+        """
 
     @abc.abstractmethod
-    def export_state(self, sequence: int) -> memoryview:
-        """Serialised state of one sequence, read-only and on its own memory; readable only by the same slice
-        with the same settings, though with any number of sequences and any context that is long enough."""
+    def export_state(self, sequence: int, length: int | None = None) -> memoryview:
+        """Serialised state of the first ``length`` positions (default all), read-only, on memory of its own.
+
+        Readable only by the same slice with the same settings, though with any number of sequences and any
+        context that is long enough. Equal states are equal bytes if sequences have room of their own and
+        ``can_trim_state``.
+
+        Raises:
+            EngineError: part of a state that is one whole (not ``can_trim_state``).
+        """
 
     @abc.abstractmethod
-    def import_state(self, sequence: int, state: bytes | memoryview) -> None:
-        """Replace an empty sequence's state. On failure the sequence is empty and EngineError is raised.
+    def import_state(self, sequence: int, state: StateBytes) -> None:
+        """Replace an empty sequence's state. ``state`` is not copied if it is one buffer.
 
-        ``state`` is read, not copied.
+        Raises:
+            EngineError: it is damaged, of another slice, or could not be restored; the sequence is empty.
+            ContextFullError: it has more positions than the context, or than are free; likewise.
+        """
+
+    @abc.abstractmethod
+    def free_positions(self) -> int | None:
+        """Positions that all sequences together can still take, where they share one pool of cells.
+
+        A batch of more rows than that raises ContextFullError. None where each sequence has room of its own.
         """
 
     @abc.abstractmethod

@@ -59,6 +59,15 @@ def check_copy(
     return wanted
 
 
+def check_part(info: EngineInfo, sequence: int, held: int, length: int | None) -> int:
+    """The positions to export. Raises ValueError unless ``sequence`` holds as many."""
+    check_sequence(info, sequence)
+    wanted = held if length is None else length
+    if not 0 <= wanted <= held:
+        raise ValueError(f"sequence {sequence} holds {held} positions, {wanted} cannot be exported")
+    return wanted
+
+
 def check_difference(
     info: EngineInfo, first: int, second: int, held: int, second_held: int, length: int
 ) -> None:

@@ -19,8 +19,26 @@ import numpy.typing as npt
 
 from skippy.protocol.messages import SamplingConfig
 
-from .base import EngineError, EngineInfo, FloatArray, Sampler, Segment, StageEngine, Vocabulary
-from .checks import TokenArray, check_batch, check_copy, check_difference, check_sequence, check_trim
+from .base import (
+    ContextFullError,
+    EngineError,
+    EngineInfo,
+    FloatArray,
+    Sampler,
+    Segment,
+    StageEngine,
+    StateBytes,
+    Vocabulary,
+)
+from .checks import (
+    TokenArray,
+    check_batch,
+    check_copy,
+    check_difference,
+    check_part,
+    check_sequence,
+    check_trim,
+)
 from .running import RunningDecode
 from .toy_sampler import ToySampler
 from .toy_vocabulary import TOY_TOKENS, ToyVocabulary
@@ -241,10 +259,13 @@ class ToyEngine(StageEngine):
             self._storage(target)[:, :count] = self._storage(source)[:, :count]
         self._lengths[target] = count
 
-    def export_state(self, sequence: int) -> memoryview:
-        length = self.length(sequence)
+    def export_state(self, sequence: int, length: int | None = None) -> memoryview:
+        length = check_part(self._info, sequence, self.length(sequence), length)
         body = self._storage(sequence)[:, :length].tobytes() if length else b""
         return memoryview(self._state_header(length, body) + body)
+
+    def free_positions(self) -> int | None:
+        return None
 
     def _state_header(self, length: int, body: bytes | memoryview) -> bytes:
         info = self._info
@@ -259,9 +280,11 @@ class ToyEngine(StageEngine):
         )
         return _STATE_HEADER.pack(_STATE_MAGIC, *sizes, digest)
 
-    def import_state(self, sequence: int, state: bytes | memoryview) -> None:
+    def import_state(self, sequence: int, state: StateBytes) -> None:
         if self.length(sequence):
             raise ValueError(f"sequence {sequence} is not empty")
+        if not isinstance(state, bytes | bytearray | memoryview):
+            state = b"".join(state)
         view = memoryview(state).cast("B")
         if len(view) < _STATE_HEADER.size:
             raise EngineError(f"sequence state of {len(view)} bytes is shorter than its header")
@@ -269,9 +292,11 @@ class ToyEngine(StageEngine):
         length = int.from_bytes(view[28:32], "little")
         info = self._info
         shape = (info.layer_end - info.layer_start, length, info.hidden_size)
-        fits = length <= info.context_length and len(body) == shape[0] * shape[1] * shape[2] * 4
+        fits = len(body) == shape[0] * shape[1] * shape[2] * 4
         if not fits or bytes(view[: _STATE_HEADER.size]) != self._state_header(length, body):
             raise EngineError("sequence state is damaged or of another stage")
+        if length > info.context_length:
+            raise ContextFullError(f"state of {length} positions, the context holds {info.context_length}")
         if length:
             self._storage(sequence)[:, :length] = np.frombuffer(body, dtype=np.int32).reshape(shape)
         self._lengths[sequence] = length

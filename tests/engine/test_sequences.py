@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from skippy.engine import Segment, StageEngine
+from skippy.engine import EngineError, Segment, StageEngine
 
 from .chains import Kind, bits
 from .conftest import OpenChain
@@ -71,6 +73,42 @@ def test_exported_state_is_independent_of_its_sequence(kind: Kind, open_chain: O
         assert bytes(state) == bytes_
         stage.import_state(2, state)
     assert bits(chain.run([OTHER], steps=2, sequence=2)) == expected
+
+
+@pytest.mark.parametrize("length", [0, 1, 13, 21, None])
+def test_state_of_the_first_positions(length: int | None, kind: Kind, open_chain: OpenChain) -> None:
+    chain, other = open_chain(kind, 3), open_chain(kind, 3, max_sequences=2)
+    chain.feed((2, PROMPT))
+    held = len(PROMPT) if length is None else length
+    for stage, target in zip(chain.stages, other.stages, strict=True):
+        state = stage.export_state(2, length)
+        target.import_state(1, state)
+        assert target.length(1) == held
+        stage.copy(2, 1, held)
+        assert stage.export_state(1) == state
+        assert stage.export_state(2, held) == state
+    assert bits(other.run([OTHER], steps=2, sequence=1)) == bits(chain.run([OTHER], steps=2, sequence=1))
+    for bad in (-1, len(PROMPT) + 1):
+        with pytest.raises(ValueError, match="holds 22 positions"):
+            chain.last.export_state(2, bad)
+
+
+def test_state_in_pieces(kind: Kind, open_chain: OpenChain) -> None:
+    stage = open_chain(kind).last
+    stage.decode([Segment(0, 0, len(PROMPT), tokens=PROMPT)])
+    state = bytes(stage.export_state(0))
+    for cuts in ((), (1,), (8, 9, 700), range(0, len(state), 1000)):
+        bounds = [0, *cuts, len(state)]
+        pieces = [state[a:b] if a % 2 else memoryview(state)[a:b] for a, b in itertools.pairwise(bounds)]
+        stage.import_state(1, pieces)
+        assert stage.difference(0, 1, len(PROMPT)) == 0.0
+        assert stage.export_state(1) == state
+        stage.drop(1)
+        with pytest.raises(EngineError):
+            stage.import_state(1, [*pieces, b"x"])
+        with pytest.raises(EngineError):
+            stage.import_state(1, [])
+        assert stage.length(1) == 0
 
 
 @pytest.mark.parametrize("sequence", [0, 4])

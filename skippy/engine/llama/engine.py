@@ -20,6 +20,7 @@ from skippy.engine.base import (
     Sampler,
     Segment,
     StageEngine,
+    StateBytes,
     Vocabulary,
 )
 from skippy.engine.checks import (
@@ -28,6 +29,7 @@ from skippy.engine.checks import (
     check_copy,
     check_difference,
     check_finite,
+    check_part,
     check_sequence,
     check_trim,
     token_array,
@@ -139,6 +141,8 @@ class LlamaEngine(StageEngine):
         check_finite(segments)
         self._logits = []
         calls = plan_calls(segments, self._order, self._ubatch)
+        if len(calls) > 1:  # one call is refused as a whole by llama.cpp
+            self._memory.check_room(sum(segment.count for segment in segments))
         self._ran = False
         logits: list[Sequence[FloatArray]] = [()] * len(segments)
         self._running.begin(segments)
@@ -249,16 +253,18 @@ class LlamaEngine(StageEngine):
         if self._memory.copy(source, target, count):
             self._begin_decode(target)
 
-    def export_state(self, sequence: int) -> memoryview:
+    def export_state(self, sequence: int, length: int | None = None) -> memoryview:
         self._check_usable()
-        check_sequence(self._info, sequence)
-        return self._memory.export(sequence)
+        return self._memory.export(sequence, check_part(self._info, sequence, self.length(sequence), length))
 
-    def import_state(self, sequence: int, state: bytes | memoryview) -> None:
+    def import_state(self, sequence: int, state: StateBytes) -> None:
         self._check_usable()
         if self.length(sequence):
             raise ValueError(f"sequence {sequence} is not empty")
         self._memory.import_(sequence, state, self._info.context_length)
+
+    def free_positions(self) -> int | None:
+        return self._memory.free_cells
 
     def difference(self, first: int, second: int, length: int) -> float:
         self._check_usable()

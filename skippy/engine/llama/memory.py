@@ -9,12 +9,13 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
-from skippy.engine.base import EngineError
+from skippy.engine.base import ContextFullError, EngineError, StateBytes
 from skippy.engine.options import EngineOptions
 
 from .compare import largest_difference
 from .layout import Layout
 from .native import address_of, api
+from .pool import CellPool
 from .state import HEADER_BYTES, StateFormat, as_of_sequence_0, check_cells, rewrite, whole_length
 
 _KEPT_SCRATCH: Final = 64 * 2**20
@@ -85,6 +86,9 @@ class SequenceMemory:
         self._memory = int(api.llama_get_memory(context))
         self._kind = kind
         self._state = state
+        self._pool: CellPool | None = None
+        if kind.unified and kind.attention:
+            self._pool = CellPool(int(api.llama_n_ctx(context)), self.lengths)
         self._scratch = np.zeros(0, np.uint8)
         self._floors = [0] * kind.sequences  # state leaves out what windowed layers no longer look at
 
@@ -101,10 +105,27 @@ class SequenceMemory:
         if not self._native_trim(sequence, length):
             self.drop(sequence)
             raise EngineError(f"sequence {sequence} could not be trimmed to {length} and was dropped")
+        self._shorten(sequence, length)
+
+    def _shorten(self, sequence: int, length: int) -> None:
         self.lengths[sequence] = length
+        if self._pool is not None:
+            self._pool.shortened(sequence, length)
+
+    @property
+    def free_cells(self) -> int | None:
+        """Cells of a shared pool that no sequence holds; None where each has its own."""
+        return None if self._pool is None else self._pool.free
+
+    def check_room(self, rows: int) -> None:
+        """Raises ContextFullError where so many more rows do not fit into a shared pool."""
+        free = self.free_cells
+        if free is not None and rows > free:
+            raise ContextFullError(f"the cache has no room for {rows} more rows, {free} cells are free")
 
     def drop(self, sequence: int) -> None:
-        self.lengths[sequence] = self._floors[sequence] = 0
+        self._floors[sequence] = 0
+        self._shorten(sequence, 0)
         api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         if api.llama_memory_seq_pos_max(self._memory, sequence) != -1:
             self.failed = f"sequence {sequence} could not be cleared"
@@ -143,11 +164,14 @@ class SequenceMemory:
         # layers no longer look at, and the copy is to be as sliceable as its source.
         by_state = self._kind.forgetful or not (self._kind.shares_cells or self._kind.window)
         if by_state:
+            self.check_room(count)
             self._native_import(target, self._first(self._native_export(source), count, held), count)
         else:
             part = count if count < held and self._kind.shares_cells else -1
             api.llama_memory_seq_cp(self._memory, source, target, -1, part)
             self._floors[target] = self._floors[source]
+            if self._pool is not None:
+                self._pool.copied(source, target, count)
         if not self._native_trim(target, count):
             self.drop(target)
             raise EngineError(f"sequence {source} could not be copied")
@@ -160,8 +184,10 @@ class SequenceMemory:
             return body
         return rewrite(body, self._layout(body), length=count, streams=self._kind.streams).data
 
-    def export(self, sequence: int) -> memoryview:
+    def export(self, sequence: int, count: int) -> memoryview:
         length = self.lengths[sequence]
+        if count < length:
+            return self._export_first(sequence, count)
         size = self._native_size(sequence)
         moved = 0 if self._kind.unified else sequence * _WORD
         front = -(-moved // 8) * 8
@@ -175,12 +201,23 @@ class SequenceMemory:
             return self._state.seal(buffer[front:], length)
         return self._state.seal(buffer[front - moved : len(buffer) - moved], length)
 
-    def import_(self, sequence: int, state: bytes | memoryview, context_length: int) -> None:
+    def _export_first(self, sequence: int, count: int) -> memoryview:
+        body = self._native_export(sequence)
+        layout = self._layout(body)
+        if count and not whole_length(layout):
+            raise EngineError(f"the state of sequence {sequence} can only be exported whole")
+        first = rewrite(body, layout, length=count, streams=self._kind.streams, offset=HEADER_BYTES)
+        return self._state.seal(first.data, count)
+
+    def import_(self, sequence: int, state: StateBytes, context_length: int) -> None:
+        if not isinstance(state, bytes | bytearray | memoryview):
+            state = self._joined(state)
         body, length = self._state.open(state)
         if length > context_length:
-            raise EngineError(f"sequence state of {length} positions, the context holds {context_length}")
+            raise ContextFullError(f"state of {length} positions, the context holds {context_length}")
         if not length:
             return
+        self.check_room(length)
         layout = self._layout(body)
         check_cells(layout, length, windowed=self._kind.window > 0)
         if layout.streams != self._kind.streams:
@@ -211,11 +248,24 @@ class SequenceMemory:
     def _native_export(self, sequence: int) -> memoryview:
         """llama.cpp's state of a sequence, in a buffer that the next call of this overwrites."""
         size = self._native_size(sequence)
-        if self._scratch.size < size or self._scratch.size > max(size, _KEPT_SCRATCH):
-            self._scratch = np.empty(size, np.uint8)
-        body = self._scratch.data[:size]
+        body = self._scratch_of(size)
         self._native_read(sequence, body, size)
         return body
+
+    def _joined(self, pieces: Sequence[bytes | memoryview]) -> memoryview:
+        """Pieces of a state one behind the other, in the buffer that the next export overwrites."""
+        buffer = self._scratch_of(sum(memoryview(piece).nbytes for piece in pieces))
+        start = 0
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            buffer[start : start + len(view)] = view
+            start += len(view)
+        return buffer
+
+    def _scratch_of(self, size: int) -> memoryview:
+        if self._scratch.size < size or self._scratch.size > max(size, _KEPT_SCRATCH):
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch.data[:size]
 
     def _native_read(self, sequence: int, buffer: memoryview, size: int) -> None:
         native = (ctypes.c_uint8 * size).from_address(address_of(buffer))

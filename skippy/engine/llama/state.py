@@ -61,7 +61,7 @@ class StateFormat:
         _HEADER.pack_into(buffer, 0, _MAGIC, self.fingerprint, checksum(body), length, len(body))
         return buffer.toreadonly()
 
-    def open(self, state: bytes | memoryview) -> tuple[memoryview, int]:
+    def open(self, state: bytes | bytearray | memoryview) -> tuple[memoryview, int]:
         """The native body and the number of positions in it.
 
         Raises:
