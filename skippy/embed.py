@@ -309,6 +309,8 @@ async def open_openai(
         FrontendOptions(
             default_max_tokens=options.default_max_tokens,
             keep_alive_secs=options.stream_keep_alive_secs or math.inf,
+            keeps_prompts_on_disk=stage.context.cache is not None
+            and stage.context.cache.settings.directory is not None,
             telemetry=telemetry,
         ),
     )

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import secrets
 import socket
 from pathlib import Path
 
 import attrs
 
-from skippy.config import Endpoint, OpenAIOptions, StageOptions, switched_on
+from skippy.config import (
+    Endpoint,
+    KvCacheConfig,
+    OpenAIOptions,
+    StageOptions,
+    switched_on,
+    with_environment,
+)
 from skippy.engine import usable_cores
 from skippy.models import ModelSummary, ensure_slice, inspect_model
 from skippy.topology import (
@@ -49,6 +57,7 @@ class DemoOptions:
     peer_timeout_secs: float = 10.0
     replay_on_stage_loss: bool = True
     replay_timeout_secs: float = 60.0
+    kv_cache: KvCacheConfig | None = None
     telemetry_level: str = "off"
     grace_secs: float = DEFAULT_GRACE_SECS
 
@@ -130,6 +139,7 @@ def _describe(
         model_path=str(model),
         ctx_size=context_size(summary, options.ctx_size),
         lane_count=options.lane_count,
+        kv_cache=with_environment(options.kv_cache, os.environ),
         n_threads=max(1, usable_cores() // len(ranges)) if options.threads is None else options.threads,
     )
     children = [

@@ -9,7 +9,7 @@ import click
 
 from skippy import __version__
 
-from . import chat, child, config_docs, example, failure_table, models, run, serve, sim
+from . import chat, child, config_docs, example, failure_table, kv, models, run, serve, sim
 from .errors import explain, report
 
 
@@ -22,6 +22,7 @@ def cli() -> None:
 for command in (
     run.run,
     chat.chat,
+    kv.kv,
     models.inspect,
     models.slice_,
     serve.serve_binary,

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from skippy import __version__
 from skippy.telemetry import configure_logging
 
-from . import flags
+from . import flags, kv_flags
 from .demo import DemoOptions, prepare
 from .ending import ending_in_order
 from .launch import Chain
@@ -50,6 +50,7 @@ DEMO_ONLY = (
     "threads",
     "max_restarts",
     "verbose",
+    *kv_flags.OPTIONS,
 )
 
 
@@ -88,6 +89,7 @@ DEMO_ONLY = (
 @flags.connect_timeout_option
 @flags.peer_timeout_option
 @flags.replay_options
+@kv_flags.kv_options
 @flags.link_security_options
 @flags.grace_option
 @click.option("--telemetry-level", type=click.Choice(["off", "summary", "debug"]), help="How much is logged.")
@@ -129,9 +131,10 @@ def run_stage(
 def run_demo(verbose: bool, telemetry_level: str | None, max_restarts: int, **values: Any) -> None:
     """Run a whole chain on this machine."""
     level = telemetry_level or ("summary" if verbose else "off")
+    kv_cache = kv_flags.kv_cache(values)
     configure_logging()
     with ending_in_order():
-        chain = prepare(DemoOptions(telemetry_level=level, **values))
+        chain = prepare(DemoOptions(telemetry_level=level, kv_cache=kv_cache, **values))
     with (
         SliceProgress(f"{len(chain.children)} stages") as progress,
         stop_signals(chain.grace_secs + LATE_SECS, abandon=chain.kill) as stop,

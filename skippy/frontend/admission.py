@@ -234,7 +234,8 @@ class AdmissionGate:
             finished = False  # what it took says nothing about others
         if finished and work.first_token_at is not None:
             prefill, decode = work.first_token_at - work.began, now - work.first_token_at
-            self._rates.observe(work.demand, 1000 * prefill, work.generated, 1000 * decode)
+            computed = work.demand.prompt_tokens - work.cached_tokens
+            self._rates.observe(computed, 1000 * prefill, work.generated, 1000 * decode)
         if self._controller is not None:
             adaptation = None
             if failed:

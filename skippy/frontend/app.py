@@ -1,7 +1,8 @@
 """The OpenAI endpoint as a Quart application on Trio.
 
 Routes: ``GET /v1/models``, ``GET /v1/models/{id}``, ``POST /v1/chat/completions``, ``POST /v1/completions``,
-``GET /health``, ``GET /healthz``, ``GET /readyz``. Every error, of whatever status, has OpenAI's envelope.
+``GET /health``, ``GET /healthz``, ``GET /readyz``, ``GET /kv``, ``DELETE /kv``. Every error, of whatever
+status, has OpenAI's envelope.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
+from .cache_view import parse_namespace
 from .connection import (
     OwningConnection,
     connection_nursery,
@@ -21,8 +23,8 @@ from .connection import (
     read_json_body,
     request_id,
 )
-from .errors import ApiError, internal_error
-from .generation import Generator
+from .errors import ApiError, from_generation_error, internal_error
+from .generation import GenerationError, Generator
 from .options import FrontendOptions
 from .responses import dump
 from .schemas import check_model
@@ -56,6 +58,7 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     _add_errors(app)
     _add_status_routes(app, service)
     _add_completion_routes(app, service, options)
+    _add_cache_routes(app, generator)
     return app
 
 
@@ -159,3 +162,18 @@ def _add_completion_routes(app: QuartTrio, service: CompletionService, options: 
     @app.post("/v1/completions")
     async def completions() -> Response:
         return await service.completion(await body(), caller())
+
+
+def _add_cache_routes(app: QuartTrio, generator: Generator) -> None:
+    @app.get("/kv")
+    async def cache() -> Response:
+        return _json(generator.cache_report())
+
+    # No form and no script of another origin can send this without asking first.
+    @app.delete("/kv")
+    async def drop() -> Response:
+        namespace = parse_namespace(request.args.get("namespace"))
+        try:
+            return _json({"object": "kv_cache.dropped", "dropped": await generator.drop_cache(namespace)})
+        except GenerationError as error:
+            raise from_generation_error(error) from error

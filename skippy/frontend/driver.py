@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import attrs
 import trio
 
 from skippy.config import OpenAIOptions
 from skippy.engine import Vocabulary
-from skippy.protocol import PositionLogProbabilities
-from skippy.stage import LaneLost, SettingsRefused, Stage, StageError
+from skippy.protocol import PositionLogProbabilities, ReplyStats
+from skippy.stage import GenerationSettings, LaneLost, SettingsRefused, Stage, StageError
 from skippy.telemetry import Level, Telemetry, names
 
 from .admission import Admission, AdmissionGate
+from .cache_view import cache_report
 from .decoding import DecodeLoop, Token
 from .generation import (
+    ChainUnavailable,
     ContextLengthExceeded,
     FinishReason,
     GenerationError,
     GenerationRequest,
+    HitKind,
     InvalidSampling,
     Timings,
 )
 from .lanes import LanePool, PooledLane
-from .prefill import Prefill
+from .prefill import Prefill, send_settings
 from .recovery import Recovery
+from .restoring import Restored, Restorer
 
 
 def random_id() -> int:
@@ -43,6 +50,7 @@ class ChainGenerator:
 
     Attributes:
         prefill: how prompts are cut, and what they have taught.
+        restorer: what of them the stages still have.
         gate: who may run, and who waits.
     """
 
@@ -66,10 +74,15 @@ class ChainGenerator:
         self._new_id = new_id
         self._vocabulary = vocabulary
         self.prefill = Prefill(stage, options)
-        pool.on_request_over = self.prefill.learn
+        self.restorer = Restorer(stage, pool)
+        pool.on_request_over = self._learn
         # What is kept in the cache gives way to lanes, so it takes nothing from them.
         kv_tokens = stage.info.context_length * stage.config.lane_count
         self.gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
+
+    def _learn(self, stats: ReplyStats) -> None:
+        self.prefill.learn(stats)
+        self.restorer.learn(stats)
 
     @property
     def model_id(self) -> str:
@@ -86,6 +99,22 @@ class ChainGenerator:
     @property
     def unready(self) -> str | None:
         return self._pool.unready
+
+    def cache_report(self) -> dict[str, Any]:
+        return cache_report(self._stage, self.restorer)
+
+    async def drop_cache(self, namespace: str) -> int:
+        self.restorer.forget()
+        cache = self._stage.context.cache
+        before = 0 if cache is None else cache.index.counters.dropped
+        admission = await self.gate.acquire(1, 0)
+        try:
+            with admission.running() as lane:
+                lane.request = self._new_id(), self._new_id()
+                await (await send_settings(lane, GenerationSettings(cache_drop=namespace))).wait()
+        except StageError as exc:
+            raise ChainUnavailable(str(exc)) from exc
+        return 0 if cache is None else cache.index.counters.dropped - before
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         return self.gate.preparing()
@@ -110,6 +139,7 @@ class ChainGenerator:
                 request,
                 self._vocabulary,
                 self.prefill,
+                self.restorer,
                 self._options,
                 telemetry,
                 new_id=self._new_id,
@@ -144,6 +174,7 @@ class ChainStream:
         request: GenerationRequest,
         vocabulary: Vocabulary,
         prefill: Prefill,
+        restorer: Restorer,
         options: OpenAIOptions,
         telemetry: Telemetry,
         *,
@@ -153,12 +184,19 @@ class ChainStream:
         self._request = request
         self._vocabulary = vocabulary
         self._prefill = prefill
+        self._restorer = restorer
         self._telemetry = telemetry
         self._new_id = new_id
         self._request_id = new_id()
         self._recovery = Recovery(admission, options, telemetry, self._request_id, request.sampling)
         self._decoding: DecodeLoop | None = None
         """On the present lane; None before its prompt is in."""
+        self._fed = False
+        """Its prompt was in a lane once."""
+        self._audited = restorer.chosen_for_audit()
+        known = () if self._audited else restorer.known_answer(request)
+        self._known = deque(known[: request.max_tokens])
+        """First tokens of the answer that were given to an equal request, and not yet to this one."""
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._logprobs: PositionLogProbabilities | None = None
@@ -182,6 +220,11 @@ class ChainStream:
         return self
 
     async def __anext__(self) -> int:
+        if self._known:
+            return self._tell_known()
+        if self._decoding is None and self.generated == self._request.max_tokens:  # all of it was known
+            self._finish_reason = "length"
+            raise StopAsyncIteration
         try:
             try:
                 step = await (self._decoding or await self._feed()).next()
@@ -198,6 +241,17 @@ class ChainStream:
         self._count(step)
         return step[0]
 
+    def _tell_known(self) -> int:
+        if not self._tokens:
+            whole: HitKind = "chain_full_prompt_first_token"
+            if len(self._known) > 1:
+                whole = "chain_exact_replay"
+            self.timings.hit_kind, self._admission.work.replayed = whole, True
+            self.timings.cached_tokens = len(self._request.prompt)  # unless the rest of the answer needs it
+        token = self._known.popleft()
+        self._count((token, None))
+        return token
+
     def _count(self, step: Token) -> None:
         token, self._logprobs = step
         self._tokens.append(token)
@@ -212,19 +266,33 @@ class ChainStream:
 
     async def _feed(self) -> DecodeLoop:
         """Put all that is known of the generation into its lane, and begin to decode."""
-        lane, request, prefill = self._admission.lane, self._request, self._prefill
-        if not self._recovery.count:
-            await prefill.configure(lane, request)
-        began = trio.current_time()
-        first = await prefill.run(lane, request, self._tokens)
-        if not self._recovery.count:
-            self.timings.prefill_tokens = len(request.prompt) - 1
-            self.timings.prefill_ms = 1000 * (trio.current_time() - began)
+        lane, request, prefill, restorer = self._admission.lane, self._request, self._prefill, self._restorer
+        is_replay = self._recovery.count > 0
+        plan = await restorer.plan(request, self._tokens, audit=self._audited and not is_replay)
+        if not is_replay:
+            await prefill.configure(lane, request, audit=plan.audit)
+        times = [trio.current_time()]
+        restored = await restorer.restore(lane, request, self._tokens, plan)
+        times.append(trio.current_time() if plan.length else times[0])
+        first = await prefill.run(lane, request, self._tokens, restored.length, plan.schedule)
+        times.append(trio.current_time())
+        first = restored.first or first
+        if not self._fed:
+            self._fed = True
+            self._account(restored, times)
         self._decoding = DecodeLoop(
             lane, request, self._vocabulary, self._telemetry, self.generated, self._express
         )
         self._decoding.begin(first)
         return self._decoding
+
+    def _account(self, restored: Restored, times: Sequence[float]) -> None:
+        """The prompt is in the lane; ``times``: before the restore, after it, and now."""
+        timings, count = self.timings, len(self._request.prompt)
+        timings.hit_kind = timings.hit_kind or restored.kind
+        timings.cached_tokens = self._admission.work.cached_tokens = min(restored.length, count)
+        timings.prefill_tokens = max(0, (count if self._tokens else count - 1) - restored.length)
+        timings.restore_ms, timings.prefill_ms = (1000 * (b - a) for a, b in itertools.pairwise(times))
 
     async def _replay(self, lost: LaneLost) -> Token | None:
         """What comes next, from another lane."""
@@ -273,6 +341,9 @@ class ChainStream:
         """The generation is over. Never waits."""
         self.stop()
         self._recovery.close()
+        lane = self._admission.lane
+        lane.left = self._request.namespace, [*self._request.prompt, *self._tokens]
+        self._restorer.record_answer(self._request, self._tokens)
         work, now = self._admission.work, trio.current_time()
         first = now if work.first_token_at is None else work.first_token_at
         self.timings.prompt_ms, self.timings.answer_ms = 1000 * (first - work.began), 1000 * (now - first)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import attrs
 
@@ -16,6 +16,12 @@ from skippy.engine import Vocabulary
 from skippy.protocol import PositionLogProbabilities, SamplingConfig
 
 FinishReason = Literal["stop", "length"]
+
+
+HitKind = Literal[
+    "chain_exact_replay", "chain_full_prompt_first_token", "chain_fused_exact_prefix", "chain_prefix"
+]
+"""How a prompt, or its beginning, did not have to be computed: words of the trace points."""
 
 
 class GenerationError(Exception):
@@ -109,6 +115,7 @@ class Timings:
         prefill_ms: sending them.
         prompt_ms: from admission to the first token, the two above and the first decode step included.
         answer_ms: from the first token to the end.
+        hit_kind: why tokens of the prompt were not computed; None: all were.
     """
 
     queue_ms: float = 0.0
@@ -118,6 +125,7 @@ class Timings:
     prefill_ms: float = 0.0
     prompt_ms: float = 0.0
     answer_ms: float = 0.0
+    hit_kind: HitKind | None = None
 
 
 class TokenStream(Protocol):
@@ -165,6 +173,22 @@ class Generator(Protocol):
     @property
     def unready(self) -> str | None:
         """Why the chain cannot serve now, for clients; None while every stage is connected and loaded."""
+
+    def cache_report(self) -> dict[str, Any]:
+        """What the prefix caches of the stages hold and have counted, for people: JSON values."""
+
+    async def drop_cache(self, namespace: str) -> int:
+        """Have every stage forget what it remembers, but for what running requests use.
+
+        Takes a lane for as long as it takes, as a request does.
+
+        Args:
+            namespace: ``all``, ``common``, or the first digits of those to forget.
+
+        Returns: entries that stage 0 has forgotten.
+
+        Raises: TooManyRequests, ChainUnavailable, or another GenerationError: not all stages have been told.
+        """
 
     def preparing(self) -> AbstractContextManager[None]:
         """A block in which a request's prompt is made, which counts as one that waits for a lane.

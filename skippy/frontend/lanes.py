@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -21,6 +22,15 @@ REPLY_TIMEOUT_SECS = 300.0
 RETRY_PAUSE_SECS = 0.5
 MAX_RETRY_PAUSE_SECS = 10.0
 """The pause doubles up to this while a lane is refused: what was compared does not change by waiting."""
+KEEP_WAIT_SECS = 1.0
+"""How long a request may wait for what another one, which is over, leaves in the caches: far above the round
+trip of a Stop, below what computing a prompt that is worth it takes."""
+
+
+def shares_more(path: Sequence[int], tokens: Sequence[int], known: int) -> bool:
+    """Whether the two begin with the same tokens, and more than ``known`` of them."""
+    count = known + 1
+    return count <= min(len(path), len(tokens)) and all(map(operator.eq, path[:count], tokens[:count]))
 
 
 class LocalReplies:
@@ -66,6 +76,9 @@ class PooledLane:
         """It has left the pool for good."""
         self.returning = False
         """It is being cleaned, to be idle again."""
+        self.left: tuple[str, Sequence[int]] | None = None
+        """Namespace and tokens of the request that has just left it, which its stages may keep; None once the
+        lane is clean."""
         self._returned = trio.Event()
 
     def give_back(self) -> None:
@@ -113,6 +126,8 @@ class LanePool:
         self._idle: deque[PooledLane] = deque()
         self._connected = 0
         self._connecting = trio.lowlevel.ParkingLot()
+        self._lanes: set[PooledLane] = set()
+        self._cleaned = trio.lowlevel.ParkingLot()
         self._watchers: list[Callable[[PooledLane], None]] = []
         self._last_error: str | None = None
         self._reported: str | None = None
@@ -183,6 +198,24 @@ class LanePool:
         pooled.lane.machine.lease()
         return pooled
 
+    async def wait_kept(self, namespace: str, tokens: Sequence[int], known: int) -> None:
+        """Wait, up to KEEP_WAIT_SECS, for lanes being cleaned whose stages may then keep more of ``tokens``.
+
+        An answer's end reaches its client before the stages hear of it: the next turn of a chat must find
+        what this one leaves.
+
+        Args:
+            known: so many tokens the stages are known to have already.
+        """
+
+        def promising() -> bool:
+            left = (pooled.left for pooled in self._lanes if pooled.left is not None)
+            return any(space == namespace and shares_more(path, tokens, known) for space, path in left)
+
+        with trio.move_on_after(KEEP_WAIT_SECS):
+            while promising():
+                await self._cleaned.park()
+
     def _tell(self, pooled: PooledLane) -> None:
         for changed in self._watchers:
             changed(pooled)
@@ -224,6 +257,7 @@ class LanePool:
             pooled = PooledLane(lane, replies)
             lane.machine.connected()
             self._connected += 1
+            self._lanes.add(pooled)
             self._reported = None
             self._connecting.unpark_all()
             if self._connected == self.size:
@@ -233,6 +267,8 @@ class LanePool:
                 await self._circulate(pooled)
             finally:
                 self._connected -= 1
+                self._lanes.remove(pooled)
+                self._cleaned.unpark_all()
                 pooled.ended = True
                 if pooled in self._idle:
                     self._idle.remove(pooled)
@@ -264,6 +300,8 @@ class LanePool:
                 self._tell(pooled)
                 await pooled.wait_given_back()
                 await self._clean(pooled)
+                pooled.left = None
+                self._cleaned.unpark_all()
 
     async def _clean(self, pooled: PooledLane) -> None:
         """Make a returned lane idle: read all it owes, Stop, read the Ack. A lane that cannot is closed."""

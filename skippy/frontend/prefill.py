@@ -1,4 +1,4 @@
-"""Prompts on their way into the chain: settings first, then chunk after chunk.
+"""Prompts on their way into the chain: settings first, then chunk after chunk of what the stages do not have.
 
 Where a generation is taken up again on another lane, what it had generated follows the prompt.
 """
@@ -32,29 +32,41 @@ class Prefill:
         self._decoding: set[PooledLane] = set()
         self.estimate = PrefillEstimate()
 
-    async def configure(self, pooled: PooledLane, request: GenerationRequest) -> PendingReply:
+    async def configure(
+        self, pooled: PooledLane, request: GenerationRequest, *, audit: int = 0
+    ) -> PendingReply:
         """Send the request's settings; the place of their acknowledgement.
 
         It need not be waited for: the replies of a lane come in order, so a lane that refuses the settings
         ends, and the first prediction with it. Cancellation: they may have been taken here and not further
         down.
+
+        Args:
+            audit: so many of the first tokens each stage compares with what it remembers; 0: none.
         """
-        return await _send(
-            pooled,
-            MessageKind.CONFIGURE_GENERATION,
-            prompt_token_count=len(request.prompt),
-            sampling=request.sampling,
-            chat_sampling_metadata=GenerationSettings(request.top_logprobs, request.namespace).to_metadata(),
+        settings = GenerationSettings(request.top_logprobs, request.namespace, audit)
+        return await send_settings(
+            pooled, settings, prompt_token_count=len(request.prompt), sampling=request.sampling
         )
 
     async def run(
-        self, pooled: PooledLane, request: GenerationRequest, generated: Sequence[int] = ()
+        self,
+        pooled: PooledLane,
+        request: GenerationRequest,
+        generated: Sequence[int] = (),
+        held: int = 0,
+        schedule: Sequence[int] = (),
     ) -> PendingReply | None:
         """Send, behind the settings, every prompt token but the last; that one is the first decode step.
 
         With ``generated``, which a lane that was lost had come to, the whole prompt and then those are sent.
         The last stage takes all of them into its sampler and draws only what follows the last one: returns
         the place of that prediction.
+
+        Args:
+            held: of all those tokens, how many the session has on every stage, so that they are not sent; the
+                last one is never among them.
+            schedule: sizes of the first chunks, where they are not free.
 
         Cancellation: between two chunks, or in one that may have run here and not further down.
         """
@@ -63,21 +75,24 @@ class Prefill:
         place = None
         with self._telemetry.span(names.STAGE_OPENAI_PREFILL, request_id=request_id) as span:
             prefilled = prompt if generated else prompt[:-1]
-            feed = self._feed(pooled, len(prefilled) + len(generated))
-            await feed.prefill(prefilled)
+            feed = self._feed(pooled, len(prefilled) + len(generated) - held, schedule)
+            await feed.prefill(prefilled, held)
             if generated:
-                place = await feed.replay(len(prompt), generated)
+                place = await feed.replay(len(prompt), generated, max(0, held - len(prompt)))
                 span["replayed_token_count"] = len(generated)
+            span["restored_token_count"] = held
             if self._telemetry.enabled(Level.DEBUG):
                 self._describe(span, feed.sizes, feed.times)
         self._decoding.add(pooled)
         return place
 
-    def _feed(self, pooled: PooledLane, total: int) -> _Feed:
+    def _feed(self, pooled: PooledLane, total: int, schedule: Sequence[int]) -> _Feed:
         policy = make_policy(self._options, single_stage=self._single_stage, safe=self._safe)
         self.estimate.seed(policy)
 
         def size(index: int) -> int:
+            if index < len(schedule):
+                return min(schedule[index], self._max_chunk)
             return min(policy.size(index, total, live_decodes=bool(self._decoding)), self._max_chunk)
 
         return _Feed(pooled, policy, size, self._telemetry)
@@ -147,9 +162,8 @@ class _Feed:
     sizes: list[int] = attrs.field(factory=list)
     times: list[_ChunkTimes] = attrs.field(factory=list)
 
-    async def prefill(self, tokens: Sequence[int]) -> None:
-        """Send the first tokens of the request."""
-        start = 0
+    async def prefill(self, tokens: Sequence[int], start: int = 0) -> None:
+        """Send the first tokens of the request, those from ``start`` on."""
         while start < len(tokens):
             chunk = tokens[start : start + self._size(len(self.sizes))]
             number = len(self.sizes)
@@ -158,12 +172,11 @@ class _Feed:
             )
             start += len(chunk)
 
-    async def replay(self, prompt_tokens: int, generated: Sequence[int]) -> PendingReply:
-        """Send what was generated behind the prompt; the place of what follows it.
+    async def replay(self, prompt_tokens: int, generated: Sequence[int], done: int = 0) -> PendingReply:
+        """Send what was generated behind the prompt, but for the first ``done``; the place of what follows.
 
         Step ``n`` executes the ``n``-th generated token, so a frame's step is that of its last one.
         """
-        done = 0
         while True:
             chunk = generated[done : done + self._size(len(self.sizes))]
             start, done = prompt_tokens + done, done + len(chunk)
@@ -188,7 +201,7 @@ class _Feed:
             prefill_credit_limit=lane.machine.credit.limit,
             prefill_pending_replies_before=lane.machine.credit.outstanding,
         ) as span:
-            place = await _send(
+            place = await send(
                 self._pooled, kind, pos_start=start, tokens=chunk, current_token=chunk[-1], **header
             )
             span["prefill_pending_replies_after"] = lane.machine.credit.outstanding
@@ -202,10 +215,25 @@ class _Feed:
         return place
 
 
-async def _send(
-    pooled: PooledLane, kind: MessageKind, *, pos_start: int = 0, tokens: Sequence[int] = (), **header: Any
+async def send_settings(pooled: PooledLane, settings: GenerationSettings, **header: Any) -> PendingReply:
+    """Hand settings to the lane; ``header`` as of :func:`send`."""
+    metadata = settings.to_metadata()
+    return await send(pooled, MessageKind.CONFIGURE_GENERATION, chat_sampling_metadata=metadata, **header)
+
+
+async def send(
+    pooled: PooledLane,
+    kind: MessageKind,
+    *,
+    pos_start: int = 0,
+    tokens: Sequence[int] = (),
+    token_count: int | None = None,
+    **header: Any,
 ) -> PendingReply:
-    """Hand one message to the lane; ``header`` holds state words, or settings of the request."""
+    """Hand one message to the lane; ``header`` holds state words, or settings of the request.
+
+    ``token_count``: as in the message; None: that of ``tokens``.
+    """
     sampling, metadata = header.pop("sampling", None), header.pop("chat_sampling_metadata", None)
     assert pooled.request is not None
     request_id, session_id = pooled.request
@@ -214,7 +242,7 @@ async def _send(
             kind,
             attrs.evolve(default_state(kind), checkpoint_generation=pooled.generation, **header),
             pos_start=pos_start,
-            token_count=len(tokens),
+            token_count=len(tokens) if token_count is None else token_count,
             request_id=request_id,
             session_id=session_id,
             sampling=sampling,

@@ -120,9 +120,13 @@ class ServiceRates:
         self._decode_ms = Estimate()
         self._answer = Estimate()
 
-    def observe(self, demand: Demand, prefill_ms: float, generated: int, decode_ms: float) -> None:
-        """A generation has finished: ``prefill_ms`` to its first token, ``decode_ms`` for the others."""
-        self._prefill_ms.observe(prefill_ms / demand.prompt_tokens, demand.prompt_tokens)
+    def observe(self, prompt_tokens: int, prefill_ms: float, generated: int, decode_ms: float) -> None:
+        """A generation has finished: ``prefill_ms`` to its first token, ``decode_ms`` for the others.
+
+        ``prompt_tokens``: those of the prompt that were computed.
+        """
+        if prompt_tokens:
+            self._prefill_ms.observe(prefill_ms / prompt_tokens, prompt_tokens)
         if generated > 1:
             self._decode_ms.observe(decode_ms / (generated - 1), generated - 1)
         self._answer.observe(generated)

@@ -53,6 +53,7 @@ class CommonRequest:
             context holds: some clients write 2**32 - 1 for the rest of it.
         sampling: enabled sampling block.
         cache_key: what the client wants its cached prompts kept apart by; None: nothing.
+        cache_retention: ``in_memory``, ``24h`` or None: how long the client wants them kept at least.
     """
 
     model: str
@@ -62,6 +63,7 @@ class CommonRequest:
     max_tokens: int | None
     sampling: SamplingConfig
     cache_key: str | None = None
+    cache_retention: str | None = None
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -123,7 +125,8 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     stream = fields.boolean("stream")
     include_usage = _stream_options(fields, stream)
     fields.text("user")
-    fields.accept_only("prompt_cache_retention", ("in_memory",), "prompts are kept in memory only")
+    retention = ("in_memory", "24h")
+    fields.accept_only("prompt_cache_retention", retention, f"it is one of {', '.join(retention)}")
     return {
         "model": model,
         "stream": stream,
@@ -132,6 +135,7 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
         "max_tokens": next((limit for limit in limits if limit is not None), None),
         "sampling": parse_sampling(fields),
         "cache_key": fields.text("prompt_cache_key"),
+        "cache_retention": fields.get("prompt_cache_retention"),
     }
 
 

@@ -127,6 +127,11 @@ class CompletionService:
         else:
             request = await trio.to_thread.run_sync(parse, body, limiter=self._parse_limiter)
         check_model(request.model, self.model_id)
+        if request.cache_retention == "24h" and not self._options.keeps_prompts_on_disk:
+            text = (
+                "prompt_cache_retention is '24h', but prompts are kept in memory only here; use 'in_memory'"
+            )
+            raise ApiError(text, param="prompt_cache_retention", code="unsupported_model_feature")
         size = self._generator.vocabulary.size
         for token, _ in request.sampling.logit_bias:
             if token >= size:
@@ -222,6 +227,7 @@ class CompletionService:
                 span["prompt_tokens"] = usage.prompt_tokens
                 span["completion_tokens"] = usage.completion_tokens
                 span["cached_tokens"] = usage.cached_tokens
+                span["hit_kind"] = task.timings.hit_kind
                 if task.outcome in ("stalled", "cancelled"):
                     how = "receiver_stalled" if task.outcome == "stalled" else "receiver_dropped"
                     self._telemetry.emit(

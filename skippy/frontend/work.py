@@ -21,7 +21,9 @@ class Work:
         began: when it got its lane.
         first_token_at: when its first token came, or None.
         generated: tokens so far.
-        replayed: it was taken up again on another lane, so its times say little about the next one's.
+        cached_tokens: of the prompt, those that were restored rather than computed.
+        replayed: it was taken up again on another lane, or its answer was known to begin with, so its times
+            say little about the next one's.
     """
 
     def __init__(self, demand: Demand, limit_secs: float) -> None:
@@ -31,6 +33,7 @@ class Work:
         self.scope = trio.CancelScope(deadline=self.began + limit_secs)
         self.first_token_at: float | None = None
         self.generated = 0
+        self.cached_tokens = 0
         self.replayed = False
 
     def suspend(self) -> None:

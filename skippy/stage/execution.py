@@ -26,7 +26,7 @@ from .fusing import FusedRestores
 from .intake import RESTORES, check_data, check_restore, sequence_of, wave_of
 from .queues import PendingReply
 from .session import Predicted, StageSession
-from .settings import parse_metadata
+from .settings import GenerationSettings, parse_metadata
 from .statistics import Times
 from .work import Work
 
@@ -195,6 +195,8 @@ class Execution(FusedRestores):
         context = self._context
         session = self._ensure_session()
         settings = parse_metadata(message.chat_sampling_metadata)
+        if settings.cache_drop and context.cache is not None:
+            context.cache.forget_all(settings.cache_drop)
         if session.holding is None:
             await session.place(sequence_of(message) if self.waves else None)
         else:
@@ -212,8 +214,8 @@ class Execution(FusedRestores):
             return
         if context.stage_index == 0:
             self.predictions.await_stream(message.request_id, message.session_id)
-        if self.plain:  # such peers know nothing of namespaces
-            metadata = attrs.evolve(settings, cache_namespace="").to_metadata()
+        if self.plain:  # such peers know nothing of our caches
+            metadata = GenerationSettings(settings.top_logprobs).to_metadata()
             message = attrs.evolve(message, chat_sampling_metadata=metadata)
         await self._request(self.downstream, self.downstream.with_sequence(message, session.sequence))
 

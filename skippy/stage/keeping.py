@@ -20,6 +20,7 @@ from skippy.kv.entries import Entry, Match, Part, cut_schedule
 from skippy.telemetry import get_logger
 
 from .scheduler import Scheduler
+from .settings import drops
 
 log = get_logger("skippy.stage")
 
@@ -194,6 +195,12 @@ class StageCache:
         self.index.drop(entry)
         if sequence is not None:
             self._scheduler.release_sequence(sequence)
+
+    def forget_all(self, which: str) -> None:
+        """Forget what some namespaces have: see :attr:`GenerationSettings.cache_drop`. Never waits."""
+        for entry in self.index.entries():
+            if drops(which, entry.namespace):
+                self.forget(entry)
 
     def _lose(self, entry: KvEntry, part: Part) -> None:
         sequence = entry.sequence

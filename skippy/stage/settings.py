@@ -87,6 +87,13 @@ def parse_metadata(text: str | None) -> GenerationSettings:
     return GenerationSettings(top, namespace or "", audit or 0, drop or "")
 
 
+def drops(which: str, namespace: str) -> bool:
+    """Whether what is to be forgotten, as :attr:`GenerationSettings.cache_drop` has it, is in a namespace."""
+    if which in DROP_WORDS:
+        return which == "all" or not namespace
+    return bool(which) and namespace.startswith(which)
+
+
 def _check_digits(name: str, value: str | None, words: str = "") -> None:
     if value is not None and not _NAMESPACE.fullmatch(value):
         raise SettingsRefused(

@@ -40,6 +40,7 @@ STAGE_OPENAI_DOWNSTREAM_LANE_REPLACED: Final = "stage.openai_downstream_lane_rep
 STAGE_OPENAI_DOWNSTREAM_LANE_REPLACE_FAILED: Final = "stage.openai_downstream_lane_replace_failed"
 STAGE_OPENAI_DOWNSTREAM_LANE_RETURN_FAILED: Final = "stage.openai_downstream_lane_return_failed"
 STAGE_OPENAI_PROMPT_PREPARE: Final = "stage.openai_prompt_prepare"
+STAGE_OPENAI_KV_LOOKUP_DECISION: Final = "stage.openai_kv_lookup_decision"
 STAGE_OPENAI_CHAT_TEMPLATE: Final = "stage.openai_chat_template"
 STAGE_OPENAI_TOKENIZE: Final = "stage.openai_tokenize"
 STAGE_OPENAI_GENERATION_ADMIT: Final = "stage.openai_generation_admit"

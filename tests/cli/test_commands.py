@@ -219,8 +219,8 @@ def test_only_stage_0_serves_openai(capsys: Capture, tmp_path: Path) -> None:
         (json.dumps(STAGE | {"lane_count": "8"}).encode(), "lane_count: expected an integer"),
         (json.dumps(STAGE | {"lane_cuont": 8}).encode(), "lane_cuont: unknown key; did you mean lane_count?"),
         (
-            json.dumps(STAGE | {"kv_cache": {"mode": "record"}}).encode(),
-            "kv_cache: the prefix cache is not available yet",
+            json.dumps(STAGE | {"kv_cache": {"audit_rate": 1.5}}).encode(),
+            "kv_cache.audit_rate: is 1.5, must be 0 to 1",
         ),
     ],
 )

@@ -74,10 +74,20 @@ class ScriptedGenerator:
         self.model_id = MODEL
         self.unready: str | None = None
         self.requests: list[GenerationRequest] = []
+        self.dropped: list[str] = []
         self.active = 0
         self.idle = trio.Event()
         self.entry_error: GenerationError | None = None
         self.queue_error: GenerationError | None = None
+
+    def cache_report(self) -> dict[str, Any]:
+        return {"object": "kv_cache", "enabled": False}
+
+    async def drop_cache(self, namespace: str) -> int:
+        if self.entry_error is not None:
+            raise self.entry_error
+        self.dropped.append(namespace)
+        return 7
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

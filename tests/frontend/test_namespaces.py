@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from skippy.frontend.namespaces import cache_namespace
+from skippy.frontend.options import FrontendOptions
 from skippy.stage import GenerationSettings
 from skippy.stage.settings import parse_metadata
 
@@ -65,9 +66,13 @@ async def test_requests_are_given_their_namespace(path: str) -> None:
 
 
 async def test_how_long_prompts_are_kept_is_not_for_the_client_to_say() -> None:
-    async with client(ScriptedGenerator(say("x"))) as http:
-        for value, status in (("in_memory", 200), ("24h", 400)):
-            body = chat_body(prompt_cache_retention=value)
-            answer = await http.post("/v1/chat/completions", json=body)
-            assert answer.status_code == status, answer.text
-        assert answer.json()["error"]["param"] == "prompt_cache_retention"
+    """Longer than the process lives only where prompts are kept on disk."""
+    for on_disk in (False, True):
+        options = FrontendOptions(keeps_prompts_on_disk=on_disk)
+        async with client(ScriptedGenerator(say("x")), options) as http:
+            for value in ("in_memory", "24h", "48h"):
+                right = value == "in_memory" or (value == "24h" and on_disk)
+                body = chat_body(prompt_cache_retention=value)
+                answer = await http.post("/v1/chat/completions", json=body)
+                assert answer.status_code == (200 if right else 400), answer.text
+                assert right or answer.json()["error"]["param"] == "prompt_cache_retention"

@@ -110,18 +110,18 @@ def test_costs_are_unknown_until_something_like_it_has_finished() -> None:
     rates = ServiceRates()
     assert rates.secs(1, 1) is None
     assert rates.secs(0, 0) == 0
-    rates.observe(Demand(100, 50), prefill_ms=200, generated=1, decode_ms=0)
+    rates.observe(100, prefill_ms=200, generated=1, decode_ms=0)
     assert rates.secs(50, 0) == pytest.approx(0.1)
     assert rates.secs(50, 1) is None
-    rates.observe(Demand(100, 50), prefill_ms=200, generated=21, decode_ms=200)
+    rates.observe(100, prefill_ms=200, generated=21, decode_ms=200)
     assert rates.secs(50, 5) == pytest.approx(0.1 + 0.05)
 
 
 def test_what_a_short_prompt_waited_for_is_not_the_price_of_each_token_of_a_long_one() -> None:
     rates = ServiceRates()
     for _ in range(ESTIMATE_SAMPLES // 2):
-        rates.observe(Demand(1000, 50), prefill_ms=4000, generated=101, decode_ms=2000)
-        rates.observe(Demand(1, 50), prefill_ms=3000, generated=2, decode_ms=300)
+        rates.observe(1000, prefill_ms=4000, generated=101, decode_ms=2000)
+        rates.observe(1, prefill_ms=3000, generated=2, decode_ms=300)
     long, decode = rates.secs(1000, 0), rates.secs(0, 100)
     assert long is not None
     assert decode is not None
@@ -134,7 +134,7 @@ def test_answers_are_expected_to_be_as_long_as_others_were() -> None:
     rates = ServiceRates()
     assert rates.answer_tokens(4000) == 4000
     for generated in (10, 20, 30):
-        rates.observe(Demand(1, 4000), prefill_ms=1, generated=generated, decode_ms=1)
+        rates.observe(1, prefill_ms=1, generated=generated, decode_ms=1)
     assert rates.answer_tokens(4000) == 30
     assert rates.answer_tokens(7) == 7
 

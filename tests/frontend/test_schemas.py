@@ -102,12 +102,7 @@ def test_prompts() -> None:
         {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
         {"parallel_tool_calls": True, "tools": [], "tool_choice": "none", "functions": None},
         {"response_format": {"type": "text"}, "modalities": ["text"], "n": 1, "logprobs": False},
-        {
-            "prompt_cache_retention": "in_memory",
-            "safety_identifier": "s",
-            "verbosity": "medium",
-            "seed": None,
-        },
+        {"safety_identifier": "s", "verbosity": "medium", "seed": None},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"unheard_of": None},
     ],

@@ -1,0 +1,133 @@
+"""``skippy kv``: what a running endpoint remembers of prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import httpx
+
+from .chat import error_text, printable
+from .errors import CliError
+
+TIMEOUT_SECS = 70.0
+"""Above the longest that emptying the caches of a chain may take."""
+_COLUMNS = ("namespace", "tokens", "held in", "state", "used", "refs", "chunks", "alone")
+
+url_option = click.option(
+    "--url", default="http://127.0.0.1:9337/v1", show_default=True, help="The endpoint."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the endpoint's answer as it is.")
+
+
+@click.group("kv")
+def kv() -> None:
+    """Look into the prefix cache of a running endpoint, or empty it."""
+
+
+@kv.command("ls")
+@url_option
+@json_option
+def list_entries(url: str, as_json: bool) -> None:
+    """List what stage 0 remembers, the entry that was used longest ago first."""
+    with _fields(url):
+        report = _ask("GET", url)
+        if as_json:
+            click.echo(json.dumps(report, indent=2))
+        elif not report["enabled"]:
+            click.echo("the prefix cache is off")
+        else:
+            for line in table([_COLUMNS, *map(_row, report["entries"])]):
+                click.echo(printable(line))
+
+
+@kv.command("stats")
+@url_option
+@json_option
+def stats(url: str, as_json: bool) -> None:
+    """Show what stage 0 holds and has counted, and what the replies of all stages have said."""
+    with _fields(url):
+        report = _ask("GET", url)
+        if as_json:
+            click.echo(json.dumps({key: report[key] for key in report if key != "entries"}, indent=2))
+            return
+        if not report["enabled"]:
+            click.echo("the prefix cache is off")
+        for part in ("settings", "stage", "chain"):
+            for name, value in _flat(report.get(part, {})):
+                click.echo(printable(f"{part}.{name}: {value}"))
+
+
+@kv.command("drop")
+@url_option
+@click.option("--all", "everything", is_flag=True, help="Forget everything.")
+@click.option(
+    "--namespace",
+    metavar="DIGITS",
+    help="Forget namespaces that begin so, as `kv ls` shows them; `common`: that of requests without keys.",
+)
+def drop(url: str, everything: bool, namespace: str | None) -> None:
+    """Have every stage forget what it remembers; requests that run are not disturbed."""
+    if everything == (namespace is not None):
+        raise click.UsageError("give either --all or --namespace DIGITS")
+    with _fields(url):
+        answer = _ask("DELETE", url, {"namespace": "all" if everything else namespace})
+        click.echo(f"forgotten on every stage; on stage 0 {answer['dropped']} entries")
+
+
+def _ask(method: str, url: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
+    where = url.rstrip("/").removesuffix("/v1") + "/kv"
+    try:
+        with httpx.Client(timeout=TIMEOUT_SECS, trust_env=False) as client:
+            response = client.request(method, where, params=query)
+    except httpx.ConnectError as error:
+        raise CliError(f"{where}: {error}; is `skippy run` serving there?") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise CliError(f"{where}: {error or type(error).__name__}") from None
+    if response.status_code != 200:
+        raise CliError(error_text(response.status_code, response.content))
+    answer = response.json()
+    if not isinstance(answer, dict):
+        raise TypeError("no object")
+    return answer
+
+
+@contextlib.contextmanager
+def _fields(url: str) -> Iterator[None]:
+    """Say so where an answer is not what it should be."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise CliError(f"{url}: the answer is no report of a prefix cache") from None
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    held = "-" if entry["sequence"] is None else f"sequence {entry['sequence']}"
+    return (
+        str(entry["namespace"]),
+        str(entry["tokens"]),
+        held + (" (in use)" if entry["live"] else ""),
+        f"{entry['state_bytes']:,} B" if entry["state_bytes"] else "-",
+        str(entry["last_used"]),
+        str(entry["refs"]),
+        str(entry["chunks"]),
+        "yes" if entry["alone"] else "no",
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Lines with the columns of ``rows`` below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
