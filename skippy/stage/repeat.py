@@ -33,7 +33,7 @@ class Repeat(Protocol):
 
     @property
     def buffer(self) -> memoryview:
-        """Where the next frame belongs: as many bytes as one has."""
+        """Where the next frame belongs: as many bytes as one has. Another one after each frame taken."""
 
     def take(self, size: int) -> bool | None:
         """The buffer has ``size`` bytes. True: the step has begun. None: more of the frame has to come.
@@ -45,6 +45,10 @@ class Repeat(Protocol):
 class RepeatedStep:
     """Frames from the stage before.
 
+    A step that was begun may still wait for its wave when its peer, which need not wait for the prediction,
+    sends the next frame. So that is received into other memory than the row that the engine is to read: there
+    are two buffers, and whoever begins a step has found the one before it over.
+
     Args:
         expected: the header of the step that was begun last.
         row_bytes: size of its activation.
@@ -52,8 +56,8 @@ class RepeatedStep:
     """
 
     def __init__(self, expected: StepHeader, row_bytes: int, waves: bool, again: Again) -> None:
-        self.buffer = allocate(STEP_HEADER_BYTES + row_bytes)
-        self._header, self._row = self.buffer[:STEP_HEADER_BYTES], self.buffer[STEP_HEADER_BYTES:]
+        self._next, self._begun = _frame_memory(row_bytes), _frame_memory(row_bytes)
+        self.buffer, self._header, self._row = self._next
         self._expected = expected
         self._waves = waves
         self._again = again
@@ -69,7 +73,15 @@ class RepeatedStep:
         if not self._again(expected.token, self._row or None, wave):
             return False
         expected.move_on(0)
+        self._next, self._begun = self._begun, self._next
+        self.buffer, self._header, self._row = self._next
         return True
+
+
+def _frame_memory(row_bytes: int) -> tuple[memoryview, memoryview, memoryview]:
+    """Room for one step's frame: all of it, its header, its row."""
+    frame = allocate(STEP_HEADER_BYTES + row_bytes)
+    return frame, frame[:STEP_HEADER_BYTES], frame[STEP_HEADER_BYTES:]
 
 
 class RepeatedPrediction:

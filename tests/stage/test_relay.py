@@ -390,6 +390,31 @@ def test_a_repeated_step_waits_for_the_whole_row() -> None:
     assert begun == [(6, b"12345678", Wave(3, 2))]
 
 
+def test_what_comes_behind_a_step_leaves_its_row_alone() -> None:
+    """The step may still wait for its wave: only when the next one has begun is its memory free again."""
+    state = attrs.evolve(default_state(K.DECODE_EMBD), decode_step=0, current_token=5)
+    message = Message(K.DECODE_EMBD, state, 7, 1, 1, 2, tokens=(5,))
+    header = StepHeader.of(message)
+    assert header is not None
+    rows: list[memoryview] = []
+
+    def again(token: int, row: memoryview | None, _: Wave | None) -> bool:
+        assert row is not None
+        rows.append(row)
+        return token != 9
+
+    step = RepeatedStep(header, 8, False, again)
+    for count, token in enumerate([6, 7, 8, 9], start=1):
+        following = attrs.evolve(state, decode_step=count, current_token=token)
+        frame = attrs.evolve(message, state=following, pos_start=7 + count, tokens=(token,))
+        step.buffer[:] = bytes(encode_message(frame)[0]) + bytes([token] * 8)
+        if rows:
+            assert bytes(rows[-1]) == bytes([token - 1] * 8)
+        assert step.take(len(step.buffer)) is (token != 9)
+        assert bytes(rows[-1]) == bytes([token] * 8)
+    assert bytes(rows[-2]) == bytes([8] * 8)  # the step that could not be begun has changed nothing either
+
+
 @pytest.mark.parametrize("size", [1, 72, 75])
 def test_less_than_a_header_is_for_others(size: int) -> None:
     step, begun, second = repeated_step()
