@@ -186,6 +186,6 @@ async def test_an_end_of_generation_token_finishes_unless_ignored() -> None:
 
 async def wait_for_sequences(cluster: Cluster) -> None:
     """Wait until every stage has all its sequences back."""
-    total = [stage.config.lane_count for stage in cluster.stages]
+    total = [stage.info.max_sequences for stage in cluster.stages]
     while cluster.free_sequences != total:
         await trio.testing.wait_all_tasks_blocked(0.001)
