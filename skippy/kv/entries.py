@@ -94,6 +94,9 @@ class KvCounters:
         duplicates, too_short: sessions and states that were not kept, and why.
         evicted_resident, evicted_state: parts that went for lack of room.
         dropped: entries that went for another reason.
+        audits, audit_failures: entries that were compared with what computing them again gave, and those that
+            differed.
+        largest_difference: of all audits.
     """
 
     hits: int = 0
@@ -110,6 +113,9 @@ class KvCounters:
     evicted_resident: int = 0
     evicted_state: int = 0
     dropped: int = 0
+    audits: int = 0
+    audit_failures: int = 0
+    largest_difference: float = 0.0
 
 
 @attrs.frozen(slots=True, kw_only=True)

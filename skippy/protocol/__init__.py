@@ -64,7 +64,7 @@ from .messages import (
     SamplingConfig,
     StageState,
 )
-from .restores import RESTORE_EXTENSION, ask_for, is_hit, settled_length
+from .restores import RESTORE_EXTENSION, ask_for, is_hit, is_together, mark_together, settled_length
 from .rules import (
     DATA_KINDS,
     POSITIONED_KINDS,
@@ -202,6 +202,8 @@ __all__ = [
     "frame_flags_of",
     "is_hit",
     "is_skipped",
+    "is_together",
+    "mark_together",
     "pack_wave",
     "predicted_token",
     "reply_kinds",

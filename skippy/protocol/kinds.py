@@ -92,6 +92,8 @@ class StateFlag(enum.IntFlag):
     RWKV7_V_FIRST_SIDEBAND = 64
     GEMMA3N_ALTUP_SIDEBAND = 128
     INKLING_MTP_EMBD_SIDEBAND = 256
+    COMPUTED_TOGETHER = 512
+    """An extension: see :mod:`skippy.protocol.restores`."""
 
 
 class SamplingFlag(enum.IntFlag):

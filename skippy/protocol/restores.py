@@ -4,6 +4,9 @@ An extension: where both sides of a lane agreed to :data:`RESTORE_EXTENSION` at 
 or a ProbePrefill may be answered with less than was asked for, and the ``predicted`` word of the Ack has the
 length. To and from a peer that did not agree, it is all of the prefix or nothing. Sans-IO. Source:
 ``docs/protocol.md``, section "Cached prefixes".
+
+On such a lane the state flag COMPUTED_TOGETHER of prefill and replay frames says that rows of the request, so
+far, shared an engine call with rows of others, so that computing them again may give other bits.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ from typing import Final
 import attrs
 
 from .errors import RemoteProtocolError
-from .kinds import LLAMA_TOKEN_NULL, MessageKind
+from .kinds import LLAMA_TOKEN_NULL, MessageKind, StateFlag
 from .messages import Message, Reply, ReplyStats
 from .rules import default_state
 
 RESTORE_EXTENSION: Final = "skippy.prefix-restore.v1"
 """The name under which it is agreed."""
+_TOGETHER: Final = int(StateFlag.COMPUTED_TOGETHER)
 
 
 def ask_for(message: Message, length: int, kind: MessageKind) -> Message:
@@ -53,3 +57,14 @@ def settled_length(reply: Reply, asked: int, *, negotiated: bool) -> int:
             f"Ack of a restore settles on {reply.predicted} tokens; 1 to {asked} were asked for"
         )
     return reply.predicted
+
+
+def mark_together(message: Message) -> Message:
+    """A data message whose rows, or those before it, were not computed alone."""
+    flags = message.state.flags | StateFlag.COMPUTED_TOGETHER
+    return attrs.evolve(message, state=attrs.evolve(message.state, flags=int(flags)))
+
+
+def is_together(message: Message) -> bool:
+    """Whether the stage before says so."""
+    return bool(message.state.flags & _TOGETHER)

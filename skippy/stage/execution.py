@@ -13,6 +13,8 @@ from skippy.protocol import (
     Reply,
     UpstreamState,
     is_skipped,
+    is_together,
+    mark_together,
     requires_predicted_reply,
     stale_reply,
 )
@@ -25,7 +27,8 @@ from .framing import allocate
 from .fusing import FusedRestores
 from .intake import RESTORES, check_data, check_restore, sequence_of, wave_of
 from .queues import PendingReply
-from .session import Predicted, StageSession
+from .remembering import RememberedSession
+from .session import Predicted
 from .settings import GenerationSettings, parse_metadata
 from .statistics import Times
 from .work import Work
@@ -107,6 +110,8 @@ class Execution(FusedRestores):
             await self._skip(message)
             return
         self._tell_rewound(held, work)
+        if session.holding is not None and self._is_together(message):
+            session.holding.together()
         work.wave, work.forms_waves = wave, self._forms_waves(message)
         times = self.stats.measure(message)
         place = self._place_for(message, times)
@@ -123,13 +128,21 @@ class Execution(FusedRestores):
             await self._answer(session, message, outcome[0])
         else:
             frame = downstream.with_wave(message.forwarded(context.stage_index, output), work.wave)
+            if not work.decodes and downstream.restores and not session.alone:
+                frame = mark_together(frame)
             await self._forward(downstream, frame, place, times)
         if place is not None:
             await self._replies.put(place)
         elif message.kind is MessageKind.VERIFY_WINDOW:
             self._windows.resolve(message.state.seq_id, message.token_count)
 
-    async def _answer(self, session: StageSession, message: Message, predicted: Predicted) -> None:
+    def _is_together(self, message: Message) -> bool:
+        """Whether rows up to this message's were perhaps not computed alone further up, or are no chunk."""
+        if message.kind is MessageKind.VERIFY_WINDOW:
+            return True
+        return self._context.stage_index > 0 and (self.whole or is_together(message))
+
+    async def _answer(self, session: RememberedSession, message: Message, predicted: Predicted) -> None:
         """The last stage's reply to a data message, where it owes one.
 
         The lane may have ended, and dropped ``session``, just as the engine was done.
@@ -200,9 +213,7 @@ class Execution(FusedRestores):
         if session.holding is None:
             await session.place(sequence_of(message) if self.waves else None)
         else:
-            session.holding.belong_to(
-                settings.cache_namespace, bypass=self._bypasses(settings.cache_namespace)
-            )
+            session.holding.configure(settings, bypass=self._bypasses(settings.cache_namespace))
         if context.info.is_last:
             await session.configure(message.sampling, settings)
             await self._answers.open(message)

@@ -28,8 +28,9 @@ from .errors import SettingsRefused
 from .express import decode_span
 from .framing import allocate
 from .queues import PendingReply
+from .remembering import RememberedSession
 from .restoring import MISS, Restores
-from .session import Predicted, StageSession
+from .session import Predicted
 from .settings import parse_metadata
 from .work import Work
 
@@ -64,7 +65,7 @@ class FusedRestores(Restores):
             self._machine.restore_missed()
         await self._pass_on_miss(message)
 
-    async def _restore_whole(self, message: Message) -> StageSession | None:
+    async def _restore_whole(self, message: Message) -> RememberedSession | None:
         """The session, with all of the prefix; None where this stage has not all of it."""
         session, tokens = self._ensure_session(), message.tokens[:-1]
         settings = parse_metadata(message.chat_sampling_metadata)
@@ -77,7 +78,7 @@ class FusedRestores(Restores):
         self.stats.add(merge(stats, self._restored(length)))
         return session
 
-    async def _decode_behind(self, session: StageSession, message: Message) -> None:
+    async def _decode_behind(self, session: RememberedSession, message: Message) -> None:
         context, downstream = self._context, self.downstream
         step = _as_step(message)
         output = allocate(context.info.output_width * 4) if downstream else None

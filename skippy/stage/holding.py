@@ -7,8 +7,10 @@ from typing import Final
 
 from skippy.kv.entries import cut_schedule
 
+from .auditing import audit
 from .errors import SettingsRefused
 from .keeping import KvEntry, Restored, StageCache
+from .settings import GenerationSettings
 
 _ALL: Final = 1 << 31
 """Above every position."""
@@ -19,6 +21,8 @@ class Holding:
 
     Attributes:
         namespace: the request's. What it remembers, only requests of the same one restore.
+        audit: so many of the first tokens are compared with what is remembered of them, when it ends; the
+            session restores nothing. 0: none.
         off: the request has nothing to do with the cache.
         bound: before rows that begin below it, call :meth:`begin_rows`.
         restored: what was restored and can still be undone, because no row has run behind it.
@@ -28,13 +32,17 @@ class Holding:
     def __init__(self, cache: StageCache) -> None:
         self.cache = cache
         self.namespace = ""
+        self.audit = 0
         self.off = False
         self.bound = _ALL
         self.restored: Restored | None = None
         self.begun = False
         self._entry: KvEntry | None = None
         self._schedule: tuple[int, ...] = ()
-        self._alone = True
+        self._audited: tuple[int, ...] = ()
+        """The chunks of a session that is to be audited."""
+        self._alone = not cache.settings.shared_cells
+        self._cuts = cache.cuts
 
     @property
     def entry(self) -> KvEntry | None:
@@ -43,15 +51,18 @@ class Holding:
             self._entry = None
         return self._entry
 
-    def belong_to(self, namespace: str, *, bypass: bool) -> None:
-        """The request's settings have come: it is of this namespace. ``bypass``: it must not use the cache.
+    def configure(self, settings: GenerationSettings, *, bypass: bool) -> None:
+        """The request's settings have come. ``bypass``: it must not use the cache.
 
         Raises:
-            SettingsRefused: something was restored or run in another namespace before.
+            SettingsRefused: something was restored or run before, in another namespace, or not to be audited.
         """
-        if self.begun and namespace != self.namespace:
-            raise SettingsRefused("cache_namespace comes before whatever is restored or run in it")
-        self.namespace, self.off = namespace, bypass
+        told = (settings.cache_namespace, settings.cache_audit)
+        if self.begun and told != (self.namespace, self.audit):
+            raise SettingsRefused(
+                "cache_namespace and cache_audit come before whatever is restored or run under them"
+            )
+        (self.namespace, self.audit), self.off = told, bypass
 
     def hold(self, restored: Restored) -> None:
         """A prefix was restored into the session."""
@@ -65,11 +76,13 @@ class Holding:
 
     def begin_rows(self, position: int) -> bool:
         """Rows begin at ``position``. True: the sequence may hold more: trim it to there first."""
+        if not self.begun or self.restored is not None:
+            self._cuts = self.cache.cuts
         self.begun = True
         restored, self.restored = self.restored, None
         if restored is not None:
-            self._entry = restored.entry
-            self._schedule, self._alone = restored.schedule, restored.alone
+            self._entry, self._schedule = restored.entry, restored.schedule
+            self._alone = self._alone and restored.alone
         entry, index = self.entry, self.cache.index
         if entry is None:
             self._schedule, whole = cut_schedule(self._schedule, position)
@@ -81,35 +94,52 @@ class Holding:
         self.bound = position
         return restored is not None
 
-    def grow(self, sequence: int, history: Sequence[int], chunk: int, *, alone: bool = False) -> None:
+    def together(self) -> None:
+        """Rows of the request were computed with others', or will be: nobody can do that again bit by bit."""
+        self._alone = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether the rows so far, computed again in the same chunks, would be the same, bit by bit."""
+        if self._cuts != self.cache.cuts:
+            self._alone = False
+        return self._alone
+
+    def grow(self, sequence: int, history: Sequence[int], chunk: int) -> None:
         """The last ``chunk`` tokens of ``history``, which is all that the session holds, were run at once."""
         if self.cache.sliceable:
-            self._grow(sequence, history, chunk, alone)
+            self._grow(sequence, history, chunk)
 
-    def _grow(self, sequence: int, history: Sequence[int], chunk: int, alone: bool) -> None:
+    def _grow(self, sequence: int, history: Sequence[int], chunk: int) -> None:
         if self.off:
+            return
+        if self.audit:
+            self._audited += (1,) * (len(history) - chunk - sum(self._audited)) + ((chunk,) if chunk else ())
             return
         index, entry = self.cache.index, self.entry
         known = sum(self._schedule) if entry is None else entry.length
         single = len(history) - chunk - known
         chunks = (1,) * single + ((chunk,) if chunk else ())
         if entry is not None:
-            index.grow(entry, history[known:], chunks=chunks, alone=alone)
+            index.grow(entry, history[known:], chunks=chunks, alone=self.alone)
         elif history:
+            schedule = self._schedule + chunks
             self._entry = index.add(
-                self.namespace,
-                history,
-                sequence=sequence,
-                live=True,
-                schedule=self._schedule + chunks,
-                alone=self._alone and alone,
+                self.namespace, history, sequence=sequence, live=True, schedule=schedule, alone=self.alone
             )
         self.bound = len(history)
 
-    def keep(self, sequence: int, history: Sequence[int], *, alone: bool = False) -> None:
+    def keep(self, sequence: int, history: Sequence[int]) -> None:
         """The session has ended in good order; its sequence, which holds ``history``, is the cache's now."""
-        self._grow(sequence, history, 0, alone)
+        self._grow(sequence, history, 0)
         self.keep_indexed(sequence)
+
+    async def compare(self, sequence: int, history: Sequence[int]) -> None:
+        """Audit what is remembered of the first ``audit`` tokens: it should be what the sequence has now."""
+        length, self.audit = self.audit, 0
+        schedule, whole = cut_schedule(self._audited + (1,) * len(history), length)
+        alone = self.alone and whole
+        await audit(self.cache, self.namespace, history[:length], sequence, schedule=schedule, alone=alone)
 
     def keep_indexed(self, sequence: int) -> None:
         """:meth:`keep` no more than what is in the index, which its sequence is certain to hold."""
@@ -121,7 +151,7 @@ class Holding:
     def give_back(self, sequence: int) -> None:
         """:meth:`keep_indexed`; the session begins anew."""
         self.keep_indexed(sequence)
-        self._entry, self._schedule, self._alone, self.bound = None, (), True, _ALL
+        self._entry, self._schedule, self.bound = None, (), _ALL
 
     def drop(self, sequence: int) -> None:
         """The session has ended, and nobody knows what its sequence holds."""

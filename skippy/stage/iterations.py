@@ -71,6 +71,7 @@ class Iterations:
         self._scratch = bytearray()
         self.on_native: Callable[[], object] = lambda: None
         """Called just before each native call."""
+        self._cut_batches = 0
         self._running: tuple[Sequence[Segment], Sequence[Work]] = ((), ())
 
     def add(self, work: Work) -> None:
@@ -79,6 +80,11 @@ class Iterations:
             self._waves.add(work, self._clock())
         else:
             self._prefill.append(work)
+
+    @property
+    def cuts(self) -> int:
+        """Batches so far of several works, of a part of one, and of a part of a wave."""
+        return self._cut_batches + self._waves.cut_waves
 
     def leave(self, sequence: int) -> None:
         """The session of this sequence does not go on decoding, or not soon: nobody must wait for it."""
@@ -182,6 +188,8 @@ class Iterations:
             first = not batch and not taken
             if rows <= 0 or (rows > limit and not first) or work.segment.sequence in sequences:
                 break
+            if rows < work.rows_left:
+                self._cut_batches += 1
             batch.append((work, rows))
             sequences.add(work.segment.sequence)
             limit -= rows
@@ -211,6 +219,8 @@ class Iterations:
         """One native batch. Raises what the engine raises."""
         segments = [work.next_segment(rows) for work, rows in batch]
         total = sum(rows for _, rows in batch)
+        if len(batch) > 1:
+            self._cut_batches += 1
         self._running = segments, [work for work, _ in batch]
         self.on_native()
         started = microseconds()

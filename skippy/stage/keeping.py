@@ -68,11 +68,16 @@ class StageCache:
     """
 
     def __init__(self, scheduler: Scheduler, index: Index) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self.index = index
         self.settings = index.settings
         scheduler.evict = self._evict
         scheduler.on_quarantine = index.quarantine
+
+    @property
+    def cuts(self) -> int:
+        """As :attr:`Scheduler.cuts`."""
+        return self.scheduler.cuts
 
     @property
     def sliceable(self) -> bool:
@@ -103,17 +108,17 @@ class StageCache:
                 if match is None or (whole and match.length < len(tokens)):
                     self.index.counters.misses += 1
                     return None
-                if self.index.takes(match, free_sequences=self._scheduler.empty_sequences):
+                if self.index.takes(match, free_sequences=self.scheduler.empty_sequences):
                     return self._take(match)
-                with _Reference(self, match.entry):
-                    sequence = self._scheduler.take_sequence() if sequence is None else sequence
+                with Reference(self, match.entry):
+                    sequence = self.scheduler.take_sequence() if sequence is None else sequence
                     if sequence is not None:
                         target, sequence = sequence, None
                         return await self._copy(match, target)
-                sequence = await self._scheduler.acquire_sequence()
+                sequence = await self.scheduler.acquire_sequence()
         finally:
             if sequence is not None:
-                self._scheduler.release_sequence(sequence)
+                self.scheduler.release_sequence(sequence)
 
     def _match(self, namespace: str, tokens: Sequence[int]) -> Match[StateRef] | None:
         return self.index.match(namespace, tokens) if self.settings.lookup else None
@@ -122,7 +127,7 @@ class StageCache:
         sequence = match.entry.sequence
         assert sequence is not None
         restored = _restored(sequence, match, self.index.take(match.entry))
-        self._scheduler.use_kept(sequence)
+        self.scheduler.use_kept(sequence)
         self.index.counters.takes += 1
         self._count_hit(match.length)
         return restored
@@ -133,9 +138,9 @@ class StageCache:
         restored = _restored(target, match, None)
         copy = functools.partial(_copy, source=source, target=target, length=match.length)
         try:
-            await self._scheduler.run(copy)
+            await self.scheduler.run(copy)
         except BaseException as exc:
-            self._scheduler.release_sequence(target)
+            self.scheduler.release_sequence(target)
             if not isinstance(exc, (EngineError, ValueError)):
                 raise
             self.index.counters.errors += 1
@@ -152,7 +157,7 @@ class StageCache:
     def undo(self, restored: Restored) -> None:
         """Nobody runs rows behind it. Never waits."""
         if restored.entry is None or restored.entry.removed:
-            self._scheduler.release_sequence(restored.sequence)
+            self.scheduler.release_sequence(restored.sequence)
         else:
             self.keep(restored.sequence, restored.entry)
 
@@ -164,9 +169,9 @@ class StageCache:
         Never waits.
         """
         if not self.index.keep(entry):
-            self._scheduler.release_sequence(sequence)
+            self.scheduler.release_sequence(sequence)
             return
-        self._scheduler.keep_sequence(sequence)
+        self.scheduler.keep_sequence(sequence)
         while (excess := self.index.excess()) is not None:
             self._lose(*excess)
 
@@ -174,7 +179,7 @@ class StageCache:
         """A session has ended, and what its sequence holds is not to be used. Never waits."""
         if entry is not None:
             self.index.drop(entry)
-        self._scheduler.release_sequence(sequence)
+        self.scheduler.release_sequence(sequence)
 
     # -- evicting --------------------------------------------------------------------------------------
 
@@ -194,7 +199,7 @@ class StageCache:
         sequence = None if entry.live else entry.sequence
         self.index.drop(entry)
         if sequence is not None:
-            self._scheduler.release_sequence(sequence)
+            self.scheduler.release_sequence(sequence)
 
     def forget_all(self, which: str) -> None:
         """Forget what some namespaces have: see :attr:`GenerationSettings.cache_drop`. Never waits."""
@@ -206,10 +211,10 @@ class StageCache:
         sequence = entry.sequence
         self.index.evict(entry, part)
         if sequence is not None and part is not Part.STATE:
-            self._scheduler.release_sequence(sequence)
+            self.scheduler.release_sequence(sequence)
 
 
-class _Reference:
+class Reference:
     """Keeps an entry from being evicted or taken, while something waits."""
 
     def __init__(self, cache: StageCache, entry: KvEntry) -> None:
@@ -221,7 +226,7 @@ class _Reference:
 
     def __exit__(self, *_: object) -> None:
         self._cache.index.release(self._entry)
-        self._cache._scheduler.evictable()
+        self._cache.scheduler.evictable()
 
 
 def _restored(sequence: int, match: Match[StateRef], entry: KvEntry | None) -> Restored:

@@ -29,7 +29,7 @@ from skippy.telemetry import names
 
 from .keeping import RestoreFailed
 from .queues import PendingReply
-from .session import StageSession
+from .remembering import RememberedSession
 from .steps import Steps
 
 MISS = ReplyStats(kv_lookup_misses=1)
@@ -102,7 +102,7 @@ class Restores(Steps):
         await self._answer_restore(length, stats)
 
     async def _recall(
-        self, session: StageSession, tokens: Sequence[int], whole: bool
+        self, session: RememberedSession, tokens: Sequence[int], whole: bool
     ) -> tuple[int, ReplyStats]:
         """How much of the prefix is in the session now, and what that is for the statistics."""
         try:
@@ -189,8 +189,8 @@ class Restores(Steps):
     async def _owe(self, reply: Reply) -> None:
         await self._replies.put(PendingReply(reply))
 
-    def _ensure_session(self) -> StageSession:
+    def _ensure_session(self) -> RememberedSession:
         """The lane's session: a new one before its first rows, settings or prefix."""
         if self._session is None:
-            self._session = StageSession(self._context.scheduler, self._windows, self._context.cache)
+            self._session = RememberedSession(self._context.scheduler, self._windows, self._context.cache)
         return self._session

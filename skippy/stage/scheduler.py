@@ -60,6 +60,14 @@ class Scheduler:
         return len(self._free) + len(self._kept)
 
     @property
+    def cuts(self) -> int:
+        """How often, so far, rows shared a native call with others, or did without some that belong to them.
+
+        A session whose rows have run between two equal counts can be computed again, bit by bit.
+        """
+        return self._iterations.cuts
+
+    @property
     def empty_sequences(self) -> int:
         """Sequences that hold nothing."""
         return len(self._free)

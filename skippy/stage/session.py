@@ -11,11 +11,9 @@ from skippy.protocol import (
     Action,
     Message,
     MessageKind,
-    RemoteProtocolError,
     ReplyAnnex,
     SamplingConfig,
     Session,
-    SessionState,
     Verb,
     VerifyPipeline,
     execution_tokens,
@@ -282,46 +280,6 @@ class StageSession:
             # A native sampler cannot forget tokens, so it is made again over what is left.
             native.replace_sampler(engine.new_sampler(self._sampling))
 
-    # -- the prefix cache ------------------------------------------------------------------------------
-
-    @property
-    def sliceable(self) -> bool:
-        """Whether less of what was restored can be used than was found."""
-        return self.holding is not None and self.holding.cache.sliceable
-
-    async def restore(self, tokens: Sequence[int], *, whole: bool) -> int:
-        """Look for a prefix of ``tokens`` and take it into the session; returns its length, 0 for a miss.
-
-        What was restored before, with no row behind it, is given back. Call :meth:`settle` with what comes of
-        it before anything else. Raises as :meth:`StageCache.restore`.
-
-        Raises:
-            RemoteProtocolError: the session holds rows of its own.
-        """
-        holding = self.holding
-        self.unrestore()
-        if self._machine.length:
-            raise RemoteProtocolError(
-                f"a prefix is to be restored into a session that holds {self._machine.length} positions"
-            )
-        if holding is None or holding.off or self.sequence is not None:
-            return 0
-        restored = await holding.cache.restore(holding.namespace, tokens, whole=whole)
-        if restored is None:
-            return 0
-        if self._closed:
-            holding.cache.undo(restored)
-            raise LaneLost("the lane ended while a prefix was restored")
-        self.sequence = restored.sequence
-        holding.hold(restored)
-        return restored.length
-
-    def settle(self, message: Message, length: int) -> None:
-        """The session is to hold ``length`` of the positions restored for ``message``. Never waits."""
-        self._machine.restored(message, length)
-        assert self.holding is not None
-        self._recall(self.holding.restored, length)
-
     def _recall(self, restored: Restored | None, length: int) -> None:
         """Use ``length`` positions of what was restored."""
         assert restored is not None
@@ -335,51 +293,6 @@ class StageSession:
         self._scheduler.post(
             lambda engine: native.recall(tokens, engine.new_sampler(sampling) if sampled else None)
         )
-
-    def unrestore(self) -> None:
-        """Give back what was restored, if no row has run behind it. Never waits."""
-        if self.holding is None or self.holding.restored is None:
-            return
-        self.holding.undo()
-        self.sequence = None
-        if self._machine.state is SessionState.LIVE:
-            self._machine.stop()
-            self._remember(())
-
-    def roll_back(self) -> None:
-        """Forget also the rows that were run behind what was restored: the session is new. Never waits."""
-        self.unrestore()
-        if self.holding is not None and self.sequence is not None:
-            self.holding.give_back(self.sequence)
-            self.sequence = None
-            self._machine.stop()
-            self._remember(())
-
-    def grow(self, chunk: int) -> None:
-        """A chunk of so many rows has run: others may use what the session holds now. Never waits."""
-        if self.holding is not None and self.sequence is not None:
-            self.holding.grow(self.sequence, self._native.history, chunk)
-
-    async def finish(self) -> None:
-        """:meth:`close` in good order: what the session holds is remembered.
-
-        Waits for the engine where rows were given up that may still run. Cancelled then, it is still open.
-        """
-        holding, sequence, work = self.holding, self.sequence, self._work
-        if holding is None or sequence is None or holding.restored is not None or work is None:
-            self.close()
-            return
-        if work.over and work.error is None and len(self._native.history) == self._machine.length:
-            self._end()
-            holding.keep(sequence, self._native.history)
-            return
-        if holding.entry is not None:
-            held = await self._scheduler.run(lambda engine: engine.length(sequence))
-            if not self._closed and holding.entry is not None and holding.entry.length <= held:
-                self._end()
-                holding.keep_indexed(sequence)
-                return
-        self.close()
 
     def close(self) -> None:
         """Give the sequence back and free the sampler, in the engine's own order. Safe to call twice."""

@@ -43,8 +43,9 @@ from .links import Link
 from .predictions import Predictions
 from .queues import PendingReply
 from .relay import Loan, Relay
+from .remembering import RememberedSession
 from .runs import LocalRun
-from .session import Predicted, Sink, StageSession
+from .session import Predicted, Sink
 from .statistics import LaneStats, Times
 from .work import Work
 
@@ -71,7 +72,7 @@ class Steps:
         self._lane = lane
         self._machine = UpstreamConnection()
         self._windows = VerifyPipeline()
-        self._session: StageSession | None = None
+        self._session: RememberedSession | None = None
         self.stats = LaneStats(context.stage_index)
         self._answers = Answers(context, replies, lane.start)
         self.tell_why = self._answers.tell_why

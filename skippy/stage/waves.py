@@ -99,6 +99,8 @@ class WaveQueue:
         self._local: dict[int, _Group] = {}
         self._sending: _Sent | None = None
         self._number = 0
+        self.cut_waves = 0
+        """Waves so far that left without all their rows."""
         self.step_secs = 0.0
         """What a batch of decode steps alone takes, on average; 0 before the first."""
         self._ring_secs = 0.0
@@ -238,6 +240,7 @@ class WaveQueue:
                 if not arriving.rows:
                     del self._arriving[wave]
                 if arriving.rows or len(rows) < wave.rows:
+                    self.cut_waves += 1
                     if not self._is_late(wave, arriving):
                         self._incomplete.pop(wave, None)
                         self._incomplete[wave] = arriving.first_at

@@ -1,0 +1,60 @@
+"""Audits: what is remembered of a prompt, against the same prompt computed again without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from skippy.engine import EngineError
+from skippy.kv.entries import cut_schedule
+
+from .keeping import Reference, StageCache, log
+
+AUDIT_TOLERANCE: Final = 0.5
+"""Largest difference of a number in the cache that passes where chunks or batches were not the same."""
+
+
+async def audit(
+    cache: StageCache,
+    namespace: str,
+    tokens: Sequence[int],
+    sequence: int,
+    *,
+    schedule: tuple[int, ...],
+    alone: bool,
+) -> None:
+    """Compare what is remembered of ``tokens`` with a sequence that holds them and perhaps more.
+
+    Bit by bit where both were computed alone and in the same chunks, else within AUDIT_TOLERANCE. What
+    differs is remembered no more.
+
+    Args:
+        schedule, alone: how the sequence was computed, as :class:`~skippy.kv.entries.Entry` has it.
+    """
+    match = cache.index.match(namespace, tokens)
+    if match is None or (remembered := match.entry.sequence) is None:
+        return
+    entry, length, counters = match.entry, match.length, cache.index.counters
+    chunks, whole = cut_schedule(entry.schedule, length)
+    exact = alone and entry.alone and whole and chunks == cut_schedule(schedule, length)[0]
+    with Reference(cache, entry):
+        try:
+            difference = await cache.scheduler.run(
+                lambda engine: engine.difference(sequence, remembered, length)
+            )
+        except (EngineError, ValueError) as exc:
+            log.warning("a remembered prefix could not be audited", tokens=length, error=str(exc))
+            return
+    counters.audits += 1
+    counters.largest_difference = max(counters.largest_difference, difference)
+    if difference <= (0.0 if exact else AUDIT_TOLERANCE):
+        return
+    counters.audit_failures += 1
+    log.error(
+        "a remembered prefix differs from what computing it again gives, and is forgotten",
+        tokens=length,
+        difference=difference,
+        exact=exact,
+    )
+    if not entry.removed:
+        cache.forget(entry)

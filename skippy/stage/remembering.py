@@ -1,0 +1,109 @@
+"""A session and the prefix cache: what is restored into it, and what stays when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skippy.protocol import Message, RemoteProtocolError, SessionState
+
+from .errors import LaneLost
+from .session import StageSession
+
+
+class RememberedSession(StageSession):
+    """A session whose rows may be restored, and are remembered when it ends in good order.
+
+    Instead of :meth:`close` it ends with :meth:`finish` then.
+    """
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether less of what was restored can be used than was found."""
+        return self.holding is not None and self.holding.cache.sliceable
+
+    async def restore(self, tokens: Sequence[int], *, whole: bool) -> int:
+        """Look for a prefix of ``tokens`` and take it into the session; returns its length, 0 for a miss.
+
+        What was restored before, with no row behind it, is given back. Call :meth:`settle` with what comes of
+        it before anything else. Raises as :meth:`StageCache.restore`.
+
+        Raises:
+            RemoteProtocolError: the session holds rows of its own.
+        """
+        holding = self.holding
+        self.unrestore()
+        if self._machine.length:
+            raise RemoteProtocolError(
+                f"a prefix is to be restored into a session that holds {self._machine.length} positions"
+            )
+        if holding is None or holding.off or holding.audit or self.sequence is not None:
+            return 0
+        restored = await holding.cache.restore(holding.namespace, tokens, whole=whole)
+        if restored is None:
+            return 0
+        if self._closed:
+            holding.cache.undo(restored)
+            raise LaneLost("the lane ended while a prefix was restored")
+        self.sequence = restored.sequence
+        holding.hold(restored)
+        return restored.length
+
+    def settle(self, message: Message, length: int) -> None:
+        """The session is to hold ``length`` of the positions restored for ``message``. Never waits."""
+        self._machine.restored(message, length)
+        assert self.holding is not None
+        self._recall(self.holding.restored, length)
+
+    def unrestore(self) -> None:
+        """Give back what was restored, if no row has run behind it. Never waits."""
+        if self.holding is None or self.holding.restored is None:
+            return
+        self.holding.undo()
+        self.sequence = None
+        if self._machine.state is SessionState.LIVE:
+            self._machine.stop()
+            self._remember(())
+
+    def roll_back(self) -> None:
+        """Forget also the rows that were run behind what was restored: the session is new. Never waits."""
+        self.unrestore()
+        if self.holding is not None and self.sequence is not None:
+            self.holding.give_back(self.sequence)
+            self.sequence = None
+            self._machine.stop()
+            self._remember(())
+
+    def grow(self, chunk: int) -> None:
+        """A chunk of so many rows has run: others may use what the session holds now. Never waits."""
+        if self.holding is not None and self.sequence is not None:
+            self.holding.grow(self.sequence, self._native.history, chunk)
+
+    @property
+    def alone(self) -> bool:
+        """As :attr:`Holding.alone`; of no meaning without a cache."""
+        return self.holding is None or self.holding.alone
+
+    async def finish(self) -> None:
+        """:meth:`close` in good order: what the session holds is remembered.
+
+        Waits for the engine where rows were given up that may still run, and for an audit. Cancelled then, it
+        is still open.
+        """
+        holding, sequence, work = self.holding, self.sequence, self._work
+        if holding is None or sequence is None or holding.restored is not None or work is None:
+            self.close()
+            return
+        if work.over and work.error is None and len(self._native.history) == self._machine.length:
+            if holding.audit:
+                await holding.compare(sequence, self._native.history)
+            if not self._closed:
+                self._end()
+                holding.keep(sequence, self._native.history)
+            return
+        if holding.entry is not None:
+            held = await self._scheduler.run(lambda engine: engine.length(sequence))
+            if not self._closed and holding.entry is not None and holding.entry.length <= held:
+                self._end()
+                holding.keep_indexed(sequence)
+                return
+        self.close()

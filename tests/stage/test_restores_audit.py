@@ -1,0 +1,120 @@
+"""Audits of what is remembered, how it was computed, and forgetting it on request."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from skippy.protocol import ReplyKind
+from skippy.stage import GenerationSettings
+from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
+from tests.support.cached import K, cache_of, cached_cluster, complete, configure, counters
+from tests.support.cluster import Cluster
+from tests.support.driver import Driver, driver_of
+
+LAST = len(PROMPT) - 1
+CHUNKS = (7,) * (LAST // 7) + ((LAST % 7,) if LAST % 7 else ())
+
+all_chains = pytest.mark.parametrize("stages", [1, 2, 3])
+
+
+async def audited(driver: Driver, prompt: list[int], length: int) -> list[int]:
+    """A request that restores nothing, and whose first tokens are compared when it ends."""
+    driver.request_id += 2
+    driver.prompt_tokens = len(prompt)
+    metadata = GenerationSettings(cache_audit=length).to_metadata()
+    await driver.ask(K.CONFIGURE_GENERATION, chat_sampling_metadata=metadata)
+    missed = await driver.ask(K.TRY_RESTORE_PREFILL, 0, prompt[:-1])
+    assert missed.stats.kv_lookup_misses == 1
+    last = len(prompt) - 1
+    for position in range(0, last, 7):
+        await driver.ask(K.PREFILL_EMBD, position, prompt[position : min(position + 7, last)])
+    tokens = [await driver.decode(last, prompt[-1])]
+    assert (await driver.ask(K.STOP)).kind is ReplyKind.ACK
+    return tokens
+
+
+def spoil(cluster: Cluster, index: int) -> None:
+    """Change one number of what a stage remembers, in the engine."""
+    (entry,) = cache_of(cluster, index).index.entries()
+    cluster.engines[index]._sums[entry.sequence][0, 5, 0] ^= 1
+
+
+@all_chains
+async def test_a_session_remembers_how_it_was_computed(stages: int) -> None:
+    turn = [*PROMPT, *unsplit_tokens(PROMPT, 3)[:2], *b"and on"]
+    with trio.fail_after(20):
+        async with cached_cluster(stages) as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPT, 3)
+            for index in range(stages):
+                (entry,) = cache_of(cluster, index).index.entries()
+                assert (entry.schedule, entry.alone) == ((*CHUNKS, 1, 1, 1), True)
+            await complete(driver, turn, 2)
+            for index in range(stages):
+                (entry,) = cache_of(cluster, index).index.entries()
+                assert (entry.schedule, entry.alone) == ((*CHUNKS, 1, 1, 1, 5, 1, 1), True)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+async def test_who_shares_a_call_is_not_alone_nor_is_who_comes_after(index: int) -> None:
+    """Told to the stages behind with the next chunk; not to those before."""
+    with trio.fail_after(20):
+        async with cached_cluster(3) as cluster, driver_of(cluster) as driver:
+            driver.prompt_tokens = len(PROMPT)
+            await configure(driver)
+            await driver.ask(K.PREFILL_EMBD, 0, PROMPT[:9])
+            for stage in cluster.stages:  # so that every stage has begun
+                await stage.context.scheduler.run(lambda engine: None)
+            await driver.ask(K.TRIM_SESSION, token_count=9)
+            cluster.stages[index].context.scheduler._iterations._cut_batches += 1
+            await driver.ask(K.PREFILL_EMBD, 9, PROMPT[9:-1])
+            await driver.decode(LAST, PROMPT[-1])
+            await driver.ask(K.STOP)
+            alone = [cache_of(cluster, each).index.entries()[0].alone for each in range(3)]
+            assert alone == [each < index for each in range(3)]
+
+
+@all_chains
+async def test_an_audit_finds_the_same_bits(stages: int) -> None:
+    with trio.fail_after(20):
+        async with cached_cluster(stages) as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPT, 3)
+            for length in (LAST, 20):
+                assert await audited(driver, PROMPT, length) == unsplit_tokens(PROMPT, 1)
+            for each in counters(cluster):
+                assert (each.audits, each.audit_failures, each.largest_difference) == (2, 0, 0.0)
+            await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+async def test_an_audit_finds_a_changed_number(index: int) -> None:
+    """The stage forgets what is wrong, and has what was computed instead; no client saw any of it."""
+    with trio.fail_after(20):
+        async with cached_cluster(3) as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPT, 3)
+            spoil(cluster, index)
+            assert await audited(driver, PROMPT, LAST) == unsplit_tokens(PROMPT, 1)
+            failures = [each.audit_failures for each in counters(cluster)]
+            assert failures == [int(each == index) for each in range(3)]
+            answer = await complete(driver, PROMPT, 6)
+            assert (answer.restored, answer.tokens) == (LAST, unsplit_tokens(PROMPT, 6))
+            await wait_for_sequences(cluster)
+
+
+@all_chains
+@pytest.mark.parametrize(
+    ("which", "kept"),
+    [("all", set()), ("common", {"ab", "ac", "b"}), ("a", {"", "b"}), ("ab", {"", "ac", "b"})],
+)
+async def test_forgetting_namespaces(stages: int, which: str, kept: set[str]) -> None:
+    with trio.fail_after(20):
+        async with cached_cluster(stages) as cluster, driver_of(cluster) as driver:
+            for namespace in ("", "ab", "ac", "b"):
+                await complete(driver, PROMPT[:12], 2, namespace=namespace)
+            driver.request_id += 2
+            metadata = GenerationSettings(cache_drop=which).to_metadata()
+            await driver.ask(K.CONFIGURE_GENERATION, chat_sampling_metadata=metadata)
+            await driver.ask(K.STOP)
+            for index in range(stages):
+                assert {entry.namespace for entry in cache_of(cluster, index).index.entries()} == kept
+            await wait_for_sequences(cluster)
