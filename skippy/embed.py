@@ -32,14 +32,15 @@ from skippy.config import (
     check_against_topology,
     check_links,
 )
-from skippy.engine import EngineOptions, ModelLoadError, StageEngine
+from skippy.engine import EngineOptions, ModelLoadError, StageEngine, usable_cores
 from skippy.frontend.app import create_app
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.lanes import LanePool
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
+from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
-from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice
+from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice, weights_sha256
 from skippy.stage import Stage, StageStartError, open_stage as _open_stage
 from skippy.stage.admission import ModelIdentity, dialled_ranges, identify_model
 from skippy.stage.links import MemoryTransport, TcpTransport, TlsFiles, Transport
@@ -178,7 +179,17 @@ async def _find_slice(
         if config.native_mtp_enabled:
             check_mtp(path)
         part = ensure_slice(path, config.layer_start, config.layer_end, progress=report)
-        return part, identify_model(part, path, dialled_ranges(config, topology))
+        identity = identify_model(part, path, dialled_ranges(config, topology))
+        if config.kv_cache is not None and config.kv_cache.on and config.kv_cache.directory is not None:
+            readers = stage_identity(
+                config,
+                weights=weights_sha256(part, progress=report),
+                rules=identity.rules,
+                backend=identity.backend,
+                threads=config.n_threads or usable_cores(),
+            )
+            identity = attrs.evolve(identity, state_readers=readers)
+        return part, identity
 
     return await trio.to_thread.run_sync(find)
 

@@ -54,6 +54,8 @@ class ModelIdentity:
         rules: how parts are made of it.
         backend: what computes.
         tensors: names of the tensors of ``[start, end)``, ascending; None where this stage cannot know.
+        state_readers: who can read states of this stage (:func:`skippy.kv.identity.stage_identity`), where
+            anybody has to know.
     """
 
     package_id: str
@@ -61,6 +63,7 @@ class ModelIdentity:
     rules: str
     backend: str
     tensors: Callable[[int, int], tuple[str, ...] | None]
+    state_readers: bytes | None = None
 
 
 def identify_model(part: SliceInfo, source: Path, ranges: Iterable[Range]) -> ModelIdentity:

@@ -2,16 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+
+import trio
+
 from skippy.config import StageConfig
 from skippy.kv.cache import PrefixCache
-from skippy.kv.settings import resolve
+from skippy.kv.durable import DurableStore
+from skippy.kv.settings import KvSettings, resolve
 
+from .errors import StageStartError
 from .keeping import StageCache, log
+from .kv_writer import KvWriter
+from .nurseries import open_hidden_nursery
 from .scheduler import Scheduler
+from .states import StateTier
+
+
+@contextlib.asynccontextmanager
+async def open_cache(
+    config: StageConfig, scheduler: Scheduler, *, identity: bytes | None, inline: bool
+) -> AsyncIterator[StageCache | None]:
+    """The cache that ``kv_cache`` asks for; None where it is off, or this engine cannot have it.
+
+    It is empty, but for what an earlier process left in the configured directory.
+
+    Args:
+        identity: who can read the states of this stage; None: that is not known.
+        inline: no threads.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+        StageStartError: there is one, but no identity.
+
+    Leaving the block breaks off a write that is under way, and waits for that.
+    """
+    cache = make_cache(config, scheduler)
+    if cache is None:
+        yield None
+        return
+    writer = KvWriter(in_thread=not inline)
+    async with _open_durable(cache.settings, identity, writer) as durable, open_hidden_nursery() as nursery:
+        cache.states = StateTier(scheduler, cache.index, writer, durable, shrink=cache.shrink)
+        if durable is not None:
+            cache.states.adopt()
+        nursery.start_soon(writer.run)
+        try:
+            yield cache
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _open_durable(
+    settings: KvSettings, identity: bytes | None, writer: KvWriter
+) -> AsyncIterator[DurableStore | None]:
+    if settings.directory is None:
+        yield None
+        return
+    if identity is None:
+        raise StageStartError(
+            "kv_cache.directory: states can be kept on disk only where the digest of the model is known"
+        )
+    open_store = functools.partial(DurableStore, settings.directory, identity, settings.directory_max_bytes)
+    with trio.CancelScope(shield=True):  # or nobody would close it
+        durable = await writer.run_sync(open_store)
+    try:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        yield durable
+    finally:
+        with trio.CancelScope(shield=True):
+            await writer.run_sync(durable.close)
 
 
 def make_cache(config: StageConfig, scheduler: Scheduler) -> StageCache | None:
-    """The cache that ``kv_cache`` asks for, empty; None where it is off, or this engine cannot have it."""
+    """An empty cache in native sequences alone; None where it is off, or this engine cannot have it."""
     info, unified = scheduler.info, bool(config.kv_unified)
     resolution = resolve(
         config.kv_cache,

@@ -14,18 +14,14 @@ from collections.abc import Sequence
 import attrs
 
 from skippy.engine import EngineError, StageEngine
-from skippy.kv.blocks import StateRef
-from skippy.kv.cache import PrefixCache
-from skippy.kv.entries import Entry, Match, Part, cut_schedule
+from skippy.kv.entries import Match, Part, cut_schedule
 from skippy.telemetry import get_logger
 
 from .scheduler import Scheduler
 from .settings import drops
+from .states import Index as Index, KvEntry as KvEntry, State, StateLost, StateTier
 
 log = get_logger("skippy.stage")
-
-KvEntry = Entry[StateRef]
-Index = PrefixCache[StateRef]
 
 
 class RestoreFailed(Exception):
@@ -65,9 +61,13 @@ class StageCache:
 
     Args:
         index: the index; empty.
+
+    Attributes:
+        states: what has become of sequences that had to go; None: nothing.
     """
 
     def __init__(self, scheduler: Scheduler, index: Index) -> None:
+        self.states: StateTier | None = None
         self.scheduler = scheduler
         self.index = index
         self.settings = index.settings
@@ -98,7 +98,7 @@ class StageCache:
         nothing. Waits for an empty sequence where one is needed and sessions have all.
 
         Raises:
-            RestoreFailed: it was found, and the engine could not copy it.
+            RestoreFailed: it was found, and could not be copied or imported.
             RequestFailed: no sequence within the time for it.
         """
         sequence: int | None = None
@@ -120,10 +120,10 @@ class StageCache:
             if sequence is not None:
                 self.scheduler.release_sequence(sequence)
 
-    def _match(self, namespace: str, tokens: Sequence[int]) -> Match[StateRef] | None:
+    def _match(self, namespace: str, tokens: Sequence[int]) -> Match[State] | None:
         return self.index.match(namespace, tokens) if self.settings.lookup else None
 
-    def _take(self, match: Match[StateRef]) -> Restored:
+    def _take(self, match: Match[State]) -> Restored:
         sequence = match.entry.sequence
         assert sequence is not None
         restored = _restored(sequence, match, self.index.take(match.entry))
@@ -132,23 +132,40 @@ class StageCache:
         self._count_hit(match.length)
         return restored
 
-    async def _copy(self, match: Match[StateRef], target: int) -> Restored:
-        source = match.entry.sequence
-        assert source is not None, "only sequences are remembered"
+    async def _copy(self, match: Match[State], target: int) -> Restored:
+        """Copy the entry's sequence, or import its state, into an empty sequence."""
+        entry, counters = match.entry, self.index.counters
         restored = _restored(target, match, None)
-        copy = functools.partial(_copy, source=source, target=target, length=match.length)
         try:
-            await self.scheduler.run(copy)
+            if entry.sequence is not None:
+                copy = functools.partial(_copy, source=entry.sequence, target=target, length=match.length)
+                await self.scheduler.run(copy)
+                counters.copies += 1
+            else:
+                await self._import(entry, target)
+                counters.imports += 1
         except BaseException as exc:
             self.scheduler.release_sequence(target)
-            if not isinstance(exc, (EngineError, ValueError)):
+            if not isinstance(exc, (EngineError, ValueError, StateLost)):
                 raise
-            self.index.counters.errors += 1
-            log.warning("a remembered prefix could not be copied", tokens=match.length, error=str(exc))
+            counters.errors += 1
+            log.warning("a remembered prefix could not be restored", tokens=match.length, error=str(exc))
             raise RestoreFailed(str(exc)) from exc
-        self.index.counters.copies += 1
         self._count_hit(match.length)
         return restored
+
+    async def _import(self, entry: KvEntry, target: int) -> None:
+        """What cannot be imported once never can, and is forgotten."""
+        state = entry.state
+        assert state is not None
+        assert self.states is not None
+        try:
+            await self.states.load(state, target)
+        except (EngineError, StateLost):
+            if entry.state is state:
+                self.index.drop(entry, Part.STATE)
+                self.states.drop(state)
+            raise
 
     def _count_hit(self, length: int) -> None:
         self.index.counters.hits += 1
@@ -172,6 +189,12 @@ class StageCache:
             self.scheduler.release_sequence(sequence)
             return
         self.scheduler.keep_sequence(sequence)
+        if self.states is not None:
+            self.states.kept(entry)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Evict until the index is within its limits. Never waits."""
         while (excess := self.index.excess()) is not None:
             self._lose(*excess)
 
@@ -196,8 +219,9 @@ class StageCache:
 
         The session of a live one goes on; it just is not in the index any more.
         """
-        sequence = None if entry.live else entry.sequence
+        sequence, state = None if entry.live else entry.sequence, entry.state
         self.index.drop(entry)
+        self._drop_state(state)
         if sequence is not None:
             self.scheduler.release_sequence(sequence)
 
@@ -208,10 +232,18 @@ class StageCache:
                 self.forget(entry)
 
     def _lose(self, entry: KvEntry, part: Part) -> None:
-        sequence = entry.sequence
+        sequence, state = entry.sequence, entry.state
+        if part is Part.RESIDENT and self.states is not None:
+            self.states.export(entry)
         self.index.evict(entry, part)
+        if part is not Part.RESIDENT:
+            self._drop_state(state)
         if sequence is not None and part is not Part.STATE:
             self.scheduler.release_sequence(sequence)
+
+    def _drop_state(self, state: State | None) -> None:
+        if state is not None and self.states is not None:
+            self.states.drop(state)
 
 
 class Reference:
@@ -229,7 +261,7 @@ class Reference:
         self._cache.scheduler.evictable()
 
 
-def _restored(sequence: int, match: Match[StateRef], entry: KvEntry | None) -> Restored:
+def _restored(sequence: int, match: Match[State], entry: KvEntry | None) -> Restored:
     source = match.entry
     schedule, whole = cut_schedule(source.schedule, match.length)
     return Restored(sequence, source.tokens[: match.length], entry, schedule, source.alone and whole)

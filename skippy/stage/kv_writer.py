@@ -6,6 +6,7 @@ if it is taken: a stage that exports faster than its disk writes drops records, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -68,10 +69,11 @@ class KvWriter:
     def __init__(self, *, in_thread: bool = True) -> None:
         self.stored = self.dropped = self.failed = 0
         self._in_thread = in_thread
-        self._limiter = trio.CapacityLimiter(1)
+        self._limiter = trio.CapacityLimiter(2)  # a state may be read while another is written
         self._taken = False
         self._ended = False
         self._waiting: _Job | None = None
+        self._posted: deque[Callable[[], object]] = deque()
         self._filled = trio.lowlevel.ParkingLot()
 
     def reserve(self) -> WriterPlace | None:
@@ -81,6 +83,14 @@ class KvWriter:
             return None
         self._taken = True
         return WriterPlace(self)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have a short ``call()`` made where states are stored, after those that wait. Never waits.
+
+        What it returns goes nowhere, an exception to the log. Not called if the writer ends before.
+        """
+        self._posted.append(call)
+        self._filled.unpark()
 
     @property
     def free(self) -> bool:
@@ -103,10 +113,15 @@ class KvWriter:
         job: _Job | None = None
         try:
             while True:
-                while self._waiting is None:
+                while self._waiting is None and not self._posted:
                     await self._filled.park()
+                if self._waiting is None:
+                    await self._call(self._posted.popleft())
+                    continue
                 job, self._waiting, self._taken = self._waiting, None, False
-                result = await self._call(job.store)
+                stored, result = await self._call(job.store)
+                self.stored += stored
+                self.failed += not stored
                 done, job = job.done, None
                 done(result)
                 del done, result  # which may hold a state
@@ -117,16 +132,17 @@ class KvWriter:
                     left.done(None)
             self._waiting = None
 
-    async def _call(self, store: Callable[[], object]) -> object:
+    async def _call(self, call: Callable[[], object]) -> tuple[bool, object]:
+        """Whether it returned, and what."""
         try:
-            if self._in_thread:
-                result = await trio.to_thread.run_sync(store, limiter=self._limiter, abandon_on_cancel=True)
-            else:
-                await trio.lowlevel.checkpoint()
-                result = store()
+            return True, await self.run_sync(call)
         except Exception:
-            self.failed += 1
             _log.exception("a state could not be stored")
-            return None
-        self.stored += 1
-        return result
+            return False, None
+
+    async def run_sync(self, call: Callable[[], T]) -> T:
+        """Call what may take a disk's time, and wait. Cancelled, the call goes on, and goes nowhere."""
+        if self._in_thread:
+            return await trio.to_thread.run_sync(call, limiter=self._limiter, abandon_on_cancel=True)
+        await trio.lowlevel.checkpoint()
+        return call()

@@ -18,9 +18,10 @@ from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .accepting import serve_listener
 from .admission import ModelIdentity, identify_engine, make_admission
-from .caching import make_cache
+from .caching import open_cache
 from .context import StageContext, find_neighbours, log
 from .errors import StageStartError
+from .keeping import StageCache
 from .links import Listener, StageLinks, Transport, open_links
 from .liveness import Liveness
 from .nurseries import open_hidden_nursery
@@ -98,7 +99,11 @@ async def open_stage(
         scheduler = await stack.enter_async_context(
             _open_scheduler(config, topology, make_engine, runtime, telemetry, safe=options.safe_mode)
         )
-        context = _make_context(config, topology, options, scheduler, links, telemetry, identity)
+        readers = None if identity is None else identity.state_readers
+        cache = await stack.enter_async_context(
+            open_cache(config, scheduler, identity=readers, inline=inline)
+        )
+        context = _make_context(config, topology, options, scheduler, links, telemetry, identity, cache)
         stage = Stage(context, listener.endpoint)
         telemetry.emit(
             names.STAGE_BINARY_SERVER_START,
@@ -210,6 +215,7 @@ def _make_context(
     links: StageLinks,
     telemetry: Telemetry,
     identity: ModelIdentity | None,
+    cache: StageCache | None,
 ) -> StageContext:
     info = scheduler.info
     if (info.layer_start, info.layer_end) != (config.layer_start, config.layer_end):
@@ -232,5 +238,5 @@ def _make_context(
         return_endpoint=stage_zero,
         max_activation_bytes=info.max_batch * info.input_width * 4,
         liveness=Liveness(options.peer_timeout_secs),
-        cache=make_cache(config, scheduler),
+        cache=cache,
     )

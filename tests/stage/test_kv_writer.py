@@ -171,3 +171,33 @@ async def test_under_a_virtual_clock_it_runs_in_the_event_loop(nursery: trio.Nur
     assert used == [threading.current_thread()]
     assert told == [None]
     assert writer.stored == 1
+
+
+async def test_short_calls_come_after_what_waits(
+    nursery: trio.Nursery, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = KvWriter()
+    calls: list[str] = []
+    over = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def last() -> None:
+        calls.append("last")
+        token.run_sync_soon(over.set)
+
+    def broken() -> None:
+        raise OSError("broken")
+
+    writer.post(lambda: calls.append("first"))
+    writer.post(broken)
+    writer.post(last)
+    place = writer.reserve()
+    assert place is not None
+    place.fill(lambda: calls.append("stored"), lambda _: None)
+    nursery.start_soon(writer.run)
+    with trio.fail_after(20):
+        await over.wait()
+        assert await writer.run_sync(lambda: 5) == 5
+    assert calls == ["stored", "first", "last"]
+    assert (writer.stored, writer.failed) == (1, 0)
+    assert "broken" in caplog.text

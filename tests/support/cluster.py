@@ -13,8 +13,10 @@ import attrs
 from skippy.config import OpenAIOptions, PeerConfig, StageConfig, StageOptions, StagePlacement, StageTopology
 from skippy.engine import StageEngine
 from skippy.engine.toy import ToyEngine
+from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
 from skippy.stage import Stage, open_stage
+from skippy.stage.admission import ModelIdentity, identify_engine
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 from skippy.telemetry import NULL_TELEMETRY, Telemetry
 
@@ -98,6 +100,15 @@ class Cluster:
         return [stage.context.scheduler.free_sequences for stage in self.stages]
 
 
+def _identity_of(config: StageConfig, layers: int) -> ModelIdentity | None:
+    """Toy engines have no file; where states are kept on disk, their shape is all that there is to know."""
+    if config.kv_cache is None or config.kv_cache.directory is None:
+        return None
+    info = ToyEngine(config.layer_start, config.layer_end, layers).info
+    readers = stage_identity(config, weights="0" * 64, rules="none", backend="toy", threads=1)
+    return attrs.evolve(identify_engine(config, info), state_readers=readers)
+
+
 @contextlib.asynccontextmanager
 async def toy_cluster(
     stages: int = 3,
@@ -157,6 +168,7 @@ async def toy_cluster(
                         listen_socket=sockets[index] if sockets else None,
                         inline=inline,
                         telemetry=telemetry,
+                        identity=_identity_of(config, layers),
                     )
                 ),
             )

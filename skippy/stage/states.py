@@ -1,0 +1,205 @@
+"""Exported states of one stage: what of its prefix cache outlives its native sequence.
+
+They are files where a directory is configured, with the system's page cache in front of them, else blocks in
+memory. An entry's state is exported when its sequence is about to be given to somebody else, and with a
+directory also when it is kept, so that it outlives the process. The engine's thread only makes the copy; the
+rest is the writer's (:mod:`skippy.stage.kv_writer`), and what comes while that is busy is not stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Callable
+
+import attrs
+
+from skippy.engine import EngineError, StageEngine
+from skippy.kv.blocks import BlockStore, StateRef
+from skippy.kv.cache import PrefixCache
+from skippy.kv.durable import DurableStore, StateFile, Written
+from skippy.kv.entries import Entry, Part
+from skippy.telemetry import get_logger
+
+from .kv_writer import KvWriter, WriterPlace
+from .scheduler import Scheduler
+
+State = StateRef | StateFile
+KvEntry = Entry[State]
+Index = PrefixCache[State]
+
+log = get_logger("skippy.stage")
+
+
+class StateLost(Exception):
+    """A state that was to be imported is no longer there, or not as it was stored."""
+
+
+@attrs.frozen(slots=True)
+class _Path:
+    """What an entry was when its export began; it may be gone by the time that ends."""
+
+    entry: KvEntry
+    tokens: array[int]
+    schedule: tuple[int, ...]
+    alone: bool
+
+
+class StateTier:
+    """Event loop only; nothing here waits but :meth:`load`.
+
+    Args:
+        durable: where states are kept; None: in memory.
+        shrink: told when the index has got an entry more, which may be one too many.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        index: Index,
+        writer: KvWriter,
+        durable: DurableStore | None = None,
+        *,
+        shrink: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.durable = durable
+        self.blocks = BlockStore(index.settings.max_bytes)
+        self.writer = writer
+        self._scheduler = scheduler
+        self._index = index
+        self._shrink = shrink
+
+    def adopt(self) -> None:
+        """Take what an earlier process left on disk into the index."""
+        assert self.durable is not None
+        for file, head in self.durable.take_found():
+            if len(head.tokens) <= self._scheduler.info.context_length:
+                self._add(head.namespace, head.tokens, file, head.schedule, head.alone)
+            else:
+                self.drop(file)
+
+    # -- storing ---------------------------------------------------------------------------------------
+
+    def kept(self, entry: KvEntry) -> None:
+        """An entry's sequence is kept from now on: store it, too, if it is to outlive the process."""
+        if self.durable is not None:
+            self.export(entry)
+
+    def export(self, entry: KvEntry) -> None:
+        """Begin to store what an idle entry's sequence holds, if it can be and has not been.
+
+        Whatever is posted to the engine behind this, a drop of the sequence say, finds it exported.
+        """
+        sequence, info, limit = entry.sequence, self._scheduler.info, self._limit()
+        if sequence is None or entry.state is not None or not info.can_export:
+            return
+        if self._index.cost(entry) < self._index.settings.min_tokens:
+            return  # others have nearly all of it
+        if limit is not None and entry.length * info.position_bytes > limit:
+            return
+        place = self.writer.reserve()
+        if place is not None:
+            path = _Path(entry, entry.tokens[:], entry.schedule, entry.alone)
+            self._scheduler.post(functools.partial(self._run, sequence=sequence, path=path, place=place))
+
+    def _limit(self) -> int | None:
+        return self.durable.max_bytes if self.durable is not None else self.blocks.max_bytes or None
+
+    def _run(self, engine: StageEngine, sequence: int, path: _Path, place: WriterPlace) -> None:
+        """In the engine's thread."""
+        state = None
+        try:
+            # What cannot be sliced serves only all of itself, so the rows have to be exactly these.
+            if self._index.sliceable or engine.length(sequence) == len(path.tokens):
+                state = engine.export_state(sequence)
+        except EngineError as error:
+            log.warning("a remembered prefix could not be exported", error=str(error))
+        self._scheduler.tell(functools.partial(self._store, path, place, state))
+
+    def _store(self, path: _Path, place: WriterPlace, state: memoryview | None) -> None:
+        namespace, durable = path.entry.namespace, self.durable
+        if state is None:
+            place.give_up()
+        elif durable is not None:
+            write = functools.partial(
+                durable.write, namespace, path.tokens, [state], schedule=path.schedule, alone=path.alone
+            )
+            place.fill(write, functools.partial(self._written, path))
+        elif self._make_room(len(state)):
+            place.fill(functools.partial(self.blocks.put, state), functools.partial(self._stored, path))
+        else:
+            place.give_up()
+
+    def _make_room(self, size: int) -> bool:
+        """Evict states until one of ``size`` bytes fits into memory; False where it never will."""
+        blocks = self.blocks
+        if not blocks.max_bytes:
+            return True
+        if size > blocks.max_bytes:
+            return False
+        while blocks.used_bytes + size > blocks.max_bytes:
+            victim = self._index.victim(resident=False)
+            if victim is None or victim.state is None:
+                return False
+            state = victim.state
+            self._index.evict(victim, Part.STATE)
+            self.drop(state)
+        return True
+
+    def _written(self, path: _Path, written: Written | None) -> None:
+        if written is None:
+            return
+        gone = {file.name for file in written.gone}
+        for entry in self._index.entries() if gone else ():
+            if isinstance(entry.state, StateFile) and entry.state.name in gone:
+                self._index.drop(entry, Part.STATE)
+        self._stored(path, written.file)
+
+    def _stored(self, path: _Path, state: State | None) -> None:
+        if state is None:
+            return
+        entry = path.entry
+        same = not (entry.removed or entry.live) and entry.state is None and entry.tokens == path.tokens
+        if same:
+            self._index.set_state(entry, state)
+        else:
+            self._add(entry.namespace, path.tokens, state, path.schedule, path.alone)
+
+    def _add(
+        self, namespace: str, tokens: array[int], state: State, schedule: tuple[int, ...], alone: bool
+    ) -> None:
+        added = self._index.add(namespace, tokens, state=state, schedule=schedule, alone=alone)
+        if added is not None:
+            self._shrink()
+        elif not any(entry.state is state for entry in self._index.entries(namespace)):
+            self.drop(state)
+
+    # -- using -----------------------------------------------------------------------------------------
+
+    async def load(self, state: State, sequence: int) -> None:
+        """Import a state into an empty sequence.
+
+        Raises:
+            StateLost: there is none (any more).
+            EngineError: the engine does not take it; the sequence is empty.
+        """
+        if isinstance(state, StateFile):
+            assert self.durable is not None
+            data = await self.writer.run_sync(functools.partial(self.durable.read, state))
+            if data is None:
+                raise StateLost(f"the file of a state of {state.size} bytes is gone or damaged")
+            pieces = [data]
+        else:
+            pieces = [memoryview(piece) for piece in self.blocks.get(state)]
+        await self._scheduler.run(functools.partial(_import, sequence=sequence, pieces=pieces))
+
+    def drop(self, state: State) -> None:
+        """A state is wanted no more: it is in no entry."""
+        if isinstance(state, StateRef):
+            self.blocks.drop(state)
+        elif self.durable is not None:
+            self.writer.post(functools.partial(self.durable.remove, state))
+
+
+def _import(engine: StageEngine, sequence: int, pieces: list[memoryview]) -> None:
+    engine.import_state(sequence, pieces[0] if len(pieces) == 1 else b"".join(pieces))
