@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ class ServedChain(Served):
 
 
 @contextlib.contextmanager
-def serve(model: Path, stages: int | None, *arguments: str) -> Iterator[Served]:
+def serve(
+    model: Path, stages: int | None, *arguments: str, env: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """`skippy run` on a port of the system's choice, one thread per stage, ended with the block."""
     command = ["run", "--model", str(model), "--bind", "127.0.0.1:0", "--threads", "1", *arguments]
     if stages is not None:
         command += ["--stages", str(stages)]
-    with running(command) as process:
+    with running(command, env) as process:
         url = process.wait_for(r"OpenAI endpoint: (\S+)")[1]
         name = process.wait_for(r"serves (\S+) in")[1]
         yield Served(process, url, name)

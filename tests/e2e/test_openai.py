@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,20 +120,38 @@ def test_the_async_client_works_under_trio(chain: Served) -> None:
     assert whole == streamed == chat(chain).choices[0].message.content
 
 
+def answers(served: Served, requests: Sequence[dict[str, Any]], at_once: int) -> list[str | None]:
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(chat, served, **fields) for fields in requests]
+        return [future.result().choices[0].message.content for future in futures]
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"seed": 7, "temperature": 0.9, "max_tokens": 40},
+    {"seed": 8, "temperature": 1.1, "top_p": 0.8, "presence_penalty": 0.5, "max_tokens": 40},
+    {"max_tokens": 40, "messages": [{"role": "user", "content": "Count to ten."}]},
+]
+
+
 def test_two_clients_at_once_get_what_each_would_get_alone(chain: Served) -> None:
-    requests: list[dict[str, Any]] = [
-        {"seed": 7, "temperature": 0.9, "max_tokens": 40},
-        {"seed": 8, "temperature": 1.1, "top_p": 0.8, "presence_penalty": 0.5, "max_tokens": 40},
-        {"max_tokens": 40, "messages": [{"role": "user", "content": "Count to ten."}]},
-    ]
-    alone = [chat(chain, **fields).choices[0].message.content for fields in requests]
-    with ThreadPoolExecutor(len(requests)) as pool:
-        together = [
-            future.result().choices[0].message.content
-            for future in [pool.submit(chat, chain, **fields) for fields in requests]
-        ]
-    assert together == alone
+    alone = answers(chain, REQUESTS, 1)
+    assert answers(chain, REQUESTS, 3) == alone
     assert len(set(alone)) == 3
+
+
+def test_in_safe_mode_answers_do_not_depend_on_what_else_runs(bundled_model: Path) -> None:
+    """Prompts of several chunks beside decode steps; more requests than lanes, in another order."""
+    long = [{"role": "user", "content": "Say it again: the quick brown fox jumps over the lazy dog. " * 24}]
+    requests = [
+        *({**fields, "max_tokens": 16} for fields in REQUESTS),
+        {"seed": 9, "temperature": 0.8, "max_tokens": 8, "messages": long},
+        {"max_tokens": 8},
+    ]
+    with serve(bundled_model, 3, env={"SKIPPY_ITERATION_SCHEDULER_SAFE_MODE": "1"}) as served:
+        served.process.wait_for("safe mode: one sequence at a time")
+        alone = answers(served, requests, 1)
+        assert answers(served, requests[::-1], 5)[::-1] == alone
+        assert len(set(alone)) == 5
 
 
 def test_errors_are_the_clients_typed_exceptions(chain: Served) -> None:
