@@ -256,22 +256,33 @@ def test_an_entry_in_two_places_gives_up_either_for_nothing() -> None:
 
 
 def test_take_or_copy() -> None:
-    index = cache()
+    index = cache(min_tokens=3)
     entry = kept(index, "ssssaaaa", 1)
     whole = index.match("", list(map(ord, "ssssaaaab")))
     part = index.match("", list(map(ord, "ssssb")))
     assert whole is not None
     assert part is not None
-    assert index.takes(whole, free_sequences=0)
+    assert index.takes(whole, free_sequences=1)
     assert not index.takes(part, free_sequences=1)
     assert index.takes(part, free_sequences=0), "nothing else could be evicted for a copy"
-    cheap = kept(index, "cc", 2)
-    assert not index.takes(part, free_sequences=0), "the tail of four is worth more than two tokens"
+    cheap = kept(index, "ccc", 2)
+    assert not index.takes(part, free_sequences=0), "the tail of four is worth more than three tokens"
     index.drop(cheap)
     kept(index, "d" * 20, 3)
     assert index.takes(part, free_sequences=0), "the tail of four is worth less than twenty tokens"
     index.acquire(entry)
     assert not index.takes(whole, free_sequences=0)
+
+
+def test_a_take_loses_the_path_of_what_cannot_be_sliced() -> None:
+    index = cache(sliceable=False)
+    kept(index, "ssss", 1)
+    match = index.match("", list(map(ord, "ssssa")))
+    assert match is not None
+    assert not index.takes(match, free_sequences=1)
+    assert index.takes(match, free_sequences=0)
+    index.set_state(match.entry, State(1))
+    assert index.takes(match, free_sequences=1), "its state stays"
 
 
 def test_a_quarantined_sequence_is_in_no_entry() -> None:
