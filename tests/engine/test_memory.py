@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import attrs
 import numpy as np
 import pytest
 
-from skippy.engine import EngineOptions, Segment
+from skippy.engine import EngineError, EngineOptions, Segment
 from skippy.engine.llama import LlamaEngine
 from skippy.engine.llama.layout import Layout, Rows
 from skippy.engine.llama.native import _router, api
-from skippy.engine.llama.state import HEADER_BYTES, checksum
+from skippy.engine.llama.state import HEADER_BYTES, checksum, rewrite
 from skippy.engine.options import TapChoice
 from skippy.models import SliceInfo
 from tests.support.tiny_models import write_tiny, write_tiny_windowed
@@ -211,3 +212,63 @@ def test_copies_of_windowed_caches_on_inner_stages(start: int, tap: TapChoice, t
     engine.trim(0, 30)
     assert run(2, 30, 40) == run(0, 30, 40)
     engine.close()
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_state_of_an_unknown_format_is_left_alone(
+    unified: bool, wide: Path, open_model: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = open_model(wide, kv_unified=unified).last.info
+    monkeypatch.setattr(Layout, "of", lambda body, recurrent: None)
+    chain = open_model(wide, kv_unified=unified)
+    info = chain.last.info
+    assert (info.can_export, info.can_trim_state, info.can_copy) == (False, False, unified)
+    assert 0 <= info.position_bytes - known.position_bytes <= 12
+    chain.feed((0, TOKENS[:20]))
+    for call in (lambda: chain.last.export_state(0), lambda: chain.last.difference(0, 0, 20)):
+        with pytest.raises(EngineError, match="format that is not known"):
+            call()
+    if unified:
+        chain.last.copy(0, 1, 7)
+    else:
+        with pytest.raises(EngineError, match="cannot be copied"):
+            chain.last.copy(0, 1, 7)
+    assert chain.last.length(1) == (7 if unified else 0)
+
+
+def _section(cells: int, rows: list[int], transposed: bool, values: bool) -> bytes:
+    """A cache of one stream, as llama.cpp writes it."""
+    words: list[bytes] = [struct.pack("<II", 1, cells)]
+    words += [struct.pack("<iii", position, 1, 0) for position in range(cells)]
+    words.append(struct.pack("<II", transposed, len(rows)))
+    for is_value in (False, True) if values else (False,):
+        for row in rows:
+            if is_value and transposed:
+                words.append(struct.pack("<iII", 1, 2, row // 2))
+            else:
+                words.append(struct.pack("<iQ", 1, row))
+            words.append(bytes([row % 251]) * row * cells)
+    return b"".join(words)
+
+
+@pytest.mark.parametrize("values", [(True, True), (False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_layouts_without_values(transposed: bool, values: tuple[bool, bool]) -> None:
+    """Models with latent attention keep keys only; those with an indexer have a second cache for it."""
+    rows = ([64, 96], [32])
+    sections = [_section(9, *case) for case in zip(rows, (transposed, transposed), values, strict=True)]
+    body = struct.pack("<II", 0xAF143CD8, 0) + b"".join(sections)
+    layout = Layout.of(memoryview(body), recurrent=False)
+    assert layout is not None
+    assert layout.streams == 1
+    assert [section.positions.tolist() for section in layout.sections] == [list(range(9))] * 2
+    for section, expected, with_values in zip(layout.sections, rows, values, strict=True):
+        assert [part.row_bytes for part in section.rows] == expected * (2 if with_values else 1)
+        for part in section.rows:
+            assert set(body[part.start : part.start + 9 * part.row_bytes]) == {part.row_bytes % 251}
+    shortened = rewrite(memoryview(body), layout, length=4, streams=3).data
+    short = Layout.of(shortened, recurrent=False)
+    assert short is not None
+    assert short.streams == 3
+    assert [len(section.positions) for section in short.sections] == [4, 4]
+    assert [section.row_bytes for section in short.sections] == [s.row_bytes for s in layout.sections]

@@ -85,13 +85,7 @@ class LlamaEngine(StageEngine):
         self._ran = False  # some rows of the last decode were computed
         self._running = RunningDecode()
         self._aborts = set_abort_flag(context, self._running.flag)
-        sizes = self._measure(kind)
-        self._info = attrs.evolve(
-            self._info,
-            position_bytes=sizes.position_bytes,
-            sequence_bytes=sizes.sequence_bytes,
-            kv_bytes=sizes.kv_bytes,
-        )
+        self._info = self._measure(kind)
 
     @classmethod
     def load(
@@ -250,12 +244,17 @@ class LlamaEngine(StageEngine):
         self._check_usable()
         held, target_held = self.length(source), self.length(target)
         count = check_copy(self._info, source, target, held, target_held, length)
+        if not self._info.can_copy:
+            raise EngineError("this model's sequences cannot be copied")
         if self._memory.copy(source, target, count):
             self._begin_decode(target)
 
     def export_state(self, sequence: int, length: int | None = None) -> memoryview:
         self._check_usable()
-        return self._memory.export(sequence, check_part(self._info, sequence, self.length(sequence), length))
+        count = check_part(self._info, sequence, self.length(sequence), length)
+        if not self._info.can_export:
+            raise EngineError("this model's state has a format that is not known here")
+        return self._memory.export(sequence, count)
 
     def import_state(self, sequence: int, state: StateBytes) -> None:
         self._check_usable()
@@ -273,13 +272,15 @@ class LlamaEngine(StageEngine):
 
     def _begin_decode(self, sequence: int) -> None:
         """Let llama.cpp do what it does before it decodes: a row of ``sequence`` that is aborted at once."""
-        row, output = self._blank_row(sequence)
+        row, output = self._blank_call(sequence)
         if self._tap is not None and output is not None:
             self._tap.arm(address_of(output), output.nbytes)
-        tokens = [token_array(row.tokens, 1)] if row.tokens is not None else []
-        batch = self._batch.of_tokens([row], tokens) if tokens else self._batch.of_activations([row])
-        self._running.begin([row])
-        self._running.abort(None)
+        tokens = row[0].tokens
+        batch = self._batch.of_activations(row)
+        if tokens is not None:
+            batch = self._batch.of_tokens(row, [token_array(tokens, 1)])
+        self._running.begin(row)
+        self._running.abort(row)
         with silenced():
             code = api.llama_decode(self._context, batch)
         with contextlib.suppress(EngineError):
@@ -289,23 +290,38 @@ class LlamaEngine(StageEngine):
             self._memory.drop(sequence)
             raise EngineError(f"llama.cpp could not copy to sequence {sequence} (code {code})")
 
-    def _blank_row(self, sequence: int) -> tuple[Segment, memoryview | None]:
+    def _blank_call(self, sequence: int) -> tuple[list[Segment], memoryview | None]:
+        """Arguments of ``decode`` for one more row."""
         info, length = self._info, self._memory.lengths[sequence]
         output = None if info.is_last else memoryview(bytearray(info.output_width * 4))
         if info.is_first:
-            return Segment(sequence, length, 1, tokens=[0]), output
-        return Segment(sequence, length, 1, activation=memoryview(bytes(info.input_width * 4))), output
+            return [Segment(sequence, length, 1, tokens=[0])], output
+        return [Segment(sequence, length, 1, activation=memoryview(bytes(info.input_width * 4)))], output
 
-    def _measure(self, kind: MemoryKind) -> CacheSizes:
-        """Sizes of the cache, as found by running one row."""
-        row, output = self._blank_row(0)
+    def _measure(self, kind: MemoryKind) -> EngineInfo:
+        """What running a row or two tells about the cache."""
         try:
-            self.decode([row], output)
+            self.decode(*self._blank_call(0))
             layout = self._memory.layout(0)
+            if layout is None:
+                first = self._memory.state_bytes(0)
+                self.decode(*self._blank_call(0))
+                sizes = CacheSizes.estimated(first, self._memory.state_bytes(0), self._context)
+            else:
+                sizes = CacheSizes.of(layout, self._context, kind)
         except EngineError as error:
             raise ModelLoadError(f"the model cannot run a row: {error}") from error
         self._memory.drop(0)
-        return CacheSizes.of(layout, self._context, kind)
+        known = layout is not None
+        return attrs.evolve(
+            self._info,
+            can_copy=known or kind.shares_cells,
+            can_export=known,
+            can_trim_state=known and self._info.can_trim_state,
+            position_bytes=sizes.position_bytes,
+            sequence_bytes=sizes.sequence_bytes,
+            kv_bytes=sizes.kv_bytes,
+        )
 
     def _check_usable(self) -> None:
         if not self._context:

@@ -188,7 +188,7 @@ class SequenceMemory:
         length = self.lengths[sequence]
         if count < length:
             return self._export_first(sequence, count)
-        size = self._native_size(sequence)
+        size = self.state_bytes(sequence)
         moved = 0 if self._kind.unified else sequence * _WORD
         front = -(-moved // 8) * 8
         buffer = np.empty(front + HEADER_BYTES + size, np.uint8).data
@@ -228,13 +228,13 @@ class SequenceMemory:
 
     def difference(self, first: int, second: int, length: int) -> float:
         one = self._native_export(first)
-        other = np.empty(self._native_size(second), np.uint8).data
+        other = np.empty(self.state_bytes(second), np.uint8).data
         self._native_read(second, other, len(other))
         return largest_difference(one, self._layout(one), other, self._layout(other), length)
 
-    def layout(self, sequence: int) -> Layout:
-        """How the state of a sequence is laid out."""
-        return self._layout(self._native_export(sequence))
+    def layout(self, sequence: int) -> Layout | None:
+        """How the state of a sequence is laid out; None if in a way that is not known here."""
+        return Layout.of(self._native_export(sequence), recurrent=self._kind.recurrent)
 
     def _layout(self, body: memoryview) -> Layout:
         layout = Layout.of(body, recurrent=self._kind.recurrent)
@@ -242,12 +242,13 @@ class SequenceMemory:
             raise EngineError("sequence state in a format that is not known here")
         return layout
 
-    def _native_size(self, sequence: int) -> int:
+    def state_bytes(self, sequence: int) -> int:
+        """Size of llama.cpp's state of a sequence."""
         return int(api.llama_state_seq_get_size(self._context, sequence))
 
     def _native_export(self, sequence: int) -> memoryview:
         """llama.cpp's state of a sequence, in a buffer that the next call of this overwrites."""
-        size = self._native_size(sequence)
+        size = self.state_bytes(sequence)
         body = self._scratch_of(size)
         self._native_read(sequence, body, size)
         return body
@@ -263,7 +264,9 @@ class SequenceMemory:
         return buffer
 
     def _scratch_of(self, size: int) -> memoryview:
-        if self._scratch.size < size or self._scratch.size > max(size, _KEPT_SCRATCH):
+        if size > _KEPT_SCRATCH:
+            return np.empty(size, np.uint8).data
+        if self._scratch.size < size:
             self._scratch = np.empty(size, np.uint8)
         return self._scratch.data[:size]
 
@@ -311,3 +314,8 @@ class CacheSizes(NamedTuple):
             padding = len(transposed) * max(transposed, default=0) - sum(transposed)  # all as the widest
             total += (section.row_bytes + padding) * held * kind.streams
         return cls(position, sequence, total)
+
+    @classmethod
+    def estimated(cls, first: int, second: int, context: int) -> CacheSizes:
+        """The sizes by those of the states of one and of two positions, as if all cells were alike."""
+        return cls(second - first, 0, (second - first) * int(api.llama_n_ctx(context)))
