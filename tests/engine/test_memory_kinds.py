@@ -12,7 +12,13 @@ import pytest
 
 from skippy.engine import EngineError, FloatArray
 from skippy.engine.llama import LlamaEngine
-from tests.support.tiny_models import write_tiny, write_tiny_jamba, write_tiny_mamba, write_tiny_windowed
+from tests.support.tiny_models import (
+    write_tiny,
+    write_tiny_jamba,
+    write_tiny_mamba,
+    write_tiny_sections,
+    write_tiny_windowed,
+)
 
 from .chains import Chain, bits
 from .conftest import OpenModel
@@ -69,6 +75,7 @@ KINDS = [
     Memory("transposed", _plain, SUMS_IN_F32, exact=False),
     Memory("unified", _plain, UNIFIED),
     Memory("unified transposed", _plain, {**SUMS_IN_F32, **UNIFIED}, exact=False),
+    Memory("sections", write_tiny_sections, {}),
     Memory("windowed", write_tiny_windowed, {}, sliceable_state=False),
     Memory("windowed unified", write_tiny_windowed, UNIFIED, sliceable_state=False),
     Memory("forgetful", write_tiny_windowed, FORGETFUL, sliceable=False),

@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 )
 
 # Biases and norms beyond the llama layout, by architecture.
-_BIASES: Mapping[str, tuple[str, ...]] = {"qwen2": ("attn_q", "attn_k", "attn_v")}
+_BIASES: Mapping[str, tuple[str, ...]] = dict.fromkeys(("qwen2", "qwen2vl"), ("attn_q", "attn_k", "attn_v"))
 _QK_NORMS = ("qwen3",)
 _UNTIED_ONLY = ("internlm2",)
 _ONE_NORM = ("cohere2",)
@@ -62,7 +62,7 @@ def write_tiny(
 ) -> Path:
     """Write a random model; the same arguments give the same file.
 
-    ``arch`` is llama, mistral3, qwen2, qwen3, cohere2 or internlm2 (untied only); other names get llama's
+    ``arch`` is llama, mistral3, qwen2, qwen2vl, qwen3, cohere2 or internlm2 (untied only); others get llama's
     layout, good for reading the header only. ``weights`` is the ggml type of the matrices (norms, biases
     stay F32). ``extra`` adds or replaces metadata: key → (type, value), where a list is an array of that
     type. ``tokens`` replaces the vocabulary.
@@ -98,6 +98,12 @@ def write_tiny_windowed(path: str | os.PathLike[str], layers: int = 8, window: i
         "cohere2.logit_scale": (GGUFValueType.FLOAT32, 1.0),
     }
     return write_tiny(path, "cohere2", layers, extra=extra)
+
+
+def write_tiny_sections(path: str | os.PathLike[str], layers: int = 3) -> Path:
+    """A random qwen2vl model, whose positions have several sections (M-RoPE)."""
+    extra = {"qwen2vl.rope.dimension_sections": (GGUFValueType.INT32, [2, 3, 3, 0])}
+    return write_tiny(path, "qwen2vl", layers, extra=extra)
 
 
 def write_tiny_mamba(path: str | os.PathLike[str], layers: int = 3, *, width: int = 64) -> Path:

@@ -3,11 +3,12 @@
 The format is that of ``state_write`` of ``llama_kv_cache`` and ``llama_memory_recurrent`` in the release that
 llama-cpp-python ships: two words, then one section per cache (a second one for sliding-window layers), then
 one of recurrent state. It says neither how many sections there are nor whether a cache has V tensors (MLA has
-none), so what fits to the last byte is what it is.
+none) and what it notes of each cell, so what fits to the last byte is what it is.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Final
 
@@ -112,16 +113,16 @@ def _sections(body: memoryview, offset: int, recurrent: bool, most: int) -> list
             return [_recurrent(body, offset)]
         except (_Mismatch, struct.error):
             pass
-    for has_values in (True, False):
+    for cell_words, has_values in itertools.product(_CELL_WORDS, (True, False)):
         try:
-            section = _attention(body, offset, has_values)
+            section = _attention(body, offset, cell_words, has_values)
         except (_Mismatch, struct.error):
             continue
         rest = _sections(body, section.end, recurrent, most - 1)
         if rest is not None:
             return [section, *rest]
-        if not section.rows:
-            break  # without cells there are no values to be mistaken about
+        if not section.positions.size:
+            break  # there is nothing to be mistaken about
     return None
 
 
@@ -130,7 +131,7 @@ def _check(fits: bool) -> None:
         raise _Mismatch
 
 
-def _attention(body: memoryview, start: int, has_values: bool) -> Section:
+def _attention(body: memoryview, start: int, cell_words: int, has_values: bool) -> Section:
     (streams,) = struct.unpack_from("<I", body, start)
     _check(1 <= streams <= _MOST_STREAMS)
     offset, found = start + 4, None
@@ -139,23 +140,21 @@ def _attention(body: memoryview, start: int, has_values: bool) -> Section:
         if count:
             _check(found is None)  # a sequence is in one stream
             found = offset
-            offset, positions, cell_words = _cells(body, offset + 4, count)
+            offset, positions = _cells(body, offset + 4, count, cell_words)
             offset, rows = _tensors(body, offset, count, has_values)
         else:
             offset += 4
     if found is None:
-        return Section(start, offset, start + 4, np.zeros(0, np.int32), _CELL_WORDS[0], ())
+        return Section(start, offset, start + 4, np.zeros(0, np.int32), cell_words, ())
     return Section(start, offset, found, positions, cell_words, rows)
 
 
-def _cells(body: memoryview, offset: int, count: int) -> tuple[int, npt.NDArray[np.int32], int]:
-    for words in _CELL_WORDS:
-        end = offset + count * words * 4
-        _check(end <= len(body))
-        cells = np.frombuffer(body, "<i4", count * words, offset).reshape(count, words)
-        if (cells[:, 1] == 1).all() and (cells[:, -1] == cells[0, -1]).all():
-            return end, cells[:, 0], words
-    raise _Mismatch
+def _cells(body: memoryview, offset: int, count: int, words: int) -> tuple[int, npt.NDArray[np.int32]]:
+    end = offset + count * words * 4
+    _check(end <= len(body))
+    cells = np.frombuffer(body, "<i4", count * words, offset).reshape(count, words)
+    _check(bool((cells[:, 1] == 1).all() and (cells[:, -1] == cells[0, -1]).all()))
+    return end, cells[:, 0]
 
 
 def _tensors(body: memoryview, offset: int, count: int, has_values: bool) -> tuple[int, tuple[Rows, ...]]:
