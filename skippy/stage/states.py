@@ -93,6 +93,8 @@ class StateTier:
         sequence, info, limit = entry.sequence, self._scheduler.info, self._limit()
         if sequence is None or entry.state is not None or not info.can_export:
             return
+        if self._index.sliceable and not info.can_trim_state:
+            return  # windowed layers: the index would take it for any prefix of it
         if self._index.cost(entry) < self._index.settings.min_tokens:
             return  # others have nearly all of it
         if limit is not None and entry.length * info.position_bytes > limit:
@@ -106,12 +108,11 @@ class StateTier:
         return self.durable.max_bytes if self.durable is not None else self.blocks.max_bytes or None
 
     def _run(self, engine: StageEngine, sequence: int, path: _Path, place: WriterPlace) -> None:
-        """In the engine's thread."""
+        """In the engine's thread. The sequence may hold more than the path, which not all can leave out."""
         state = None
         try:
-            # What cannot be sliced serves only all of itself, so the rows have to be exactly these.
             if self._index.sliceable or engine.length(sequence) == len(path.tokens):
-                state = engine.export_state(sequence)
+                state = engine.export_state(sequence, len(path.tokens))
         except EngineError as error:
             log.warning("a remembered prefix could not be exported", error=str(error))
         self._scheduler.tell(functools.partial(self._store, path, place, state))
@@ -188,10 +189,10 @@ class StateTier:
             data = await self.writer.run_sync(functools.partial(self.durable.read, state))
             if data is None:
                 raise StateLost(f"the file of a state of {state.size} bytes is gone or damaged")
-            pieces = [data]
+            pieces: list[bytes | memoryview] = [data]
         else:
-            pieces = [memoryview(piece) for piece in self.blocks.get(state)]
-        await self._scheduler.run(functools.partial(_import, sequence=sequence, pieces=pieces))
+            pieces = [*self.blocks.get(state)]
+        await self._scheduler.run(lambda engine: engine.import_state(sequence, pieces))
 
     def drop(self, state: State) -> None:
         """A state is wanted no more: it is in no entry."""
@@ -199,7 +200,3 @@ class StateTier:
             self.blocks.drop(state)
         elif self.durable is not None:
             self.writer.post(functools.partial(self.durable.remove, state))
-
-
-def _import(engine: StageEngine, sequence: int, pieces: list[memoryview]) -> None:
-    engine.import_state(sequence, pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
 
 from skippy.config import ConfigError
 from skippy.engine import EngineError
+from skippy.engine.toy import ToyEngine
 from skippy.kv.durable import DurableStore
 from skippy.stage.states import StateTier
 from tests.stage.test_chain import unsplit_tokens, wait_for_sequences
@@ -225,3 +227,48 @@ async def test_in_threads_as_well(tmp_path: Path) -> None:
                 assert durable is not None
                 assert (durable.stats().corrupt, durable.stats().unreadable) == (0, 0)
             assert (await complete(driver, PROMPTS[0], 8)).tokens == unsplit_tokens(PROMPTS[0], 8)
+
+
+class Windowed(ToyEngine):
+    """Sequences can be shortened, but not those that were imported: their state is one whole."""
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self._info = attrs.evolve(self._info, can_trim_state=False)
+
+
+class Recurrent(ToyEngine):
+    """Sequences cannot be shortened at all."""
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self._info = attrs.evolve(self._info, can_trim=False, can_trim_state=False)
+
+
+async def test_states_that_cannot_be_shortened_are_not_kept_for_what_serves_any_prefix() -> None:
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(2, make_engine=Windowed, **ONE) as cluster,
+            driver_of(cluster) as driver,
+        ):
+            for prompt in PROMPTS[:2]:
+                await ask(driver, prompt, 0)
+            await ask(driver, PROMPTS[1], LAST)
+            await ask(driver, PROMPTS[0], 0)
+            assert tier(cluster).writer.stored == 0
+
+
+@both
+async def test_recurrent_state_comes_back_for_what_goes_on_from_all_of_it(stages: int) -> None:
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(stages, make_engine=Recurrent, **ONE) as cluster,
+            driver_of(cluster) as driver,
+        ):
+            for prompt in PROMPTS[:2]:
+                await ask(driver, prompt, 0)
+            turn = [*PROMPTS[0], *unsplit_tokens(PROMPTS[0], 4)[:3], *b"and now"]
+            await ask(driver, turn, LAST + 4)
+            assert [each.imports for each in counters(cluster)] == [1] * stages
+            await ask(driver, PROMPTS[0], 0)
+            await wait_for_sequences(cluster)
