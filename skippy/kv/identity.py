@@ -16,6 +16,7 @@ import json
 import platform
 import struct
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -25,6 +26,7 @@ from skippy.config import StageConfig
 
 VERSION: Final = 1
 """Of this module's rules."""
+_VECTORS: Final = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "i8mm", "bf16", "fphp")
 
 CHANGES_NUMBERS: Final = frozenset(
     {
@@ -32,8 +34,7 @@ CHANGES_NUMBERS: Final = frozenset(
         "layer_end",
         "load_mode",
         "ctx_size",
-        # How rows are computed: chunk sizes, threads, devices and kernels all move the last bits.
-        "n_threads",
+        # How rows are computed: chunk sizes, devices and kernels all move the last bits.
         "n_batch",
         "n_ubatch",
         "selected_device",
@@ -92,6 +93,8 @@ CHANGES_NOTHING: Final = frozenset(
         "mlock",
         "direct_io",
         "check_tensors",
+        # Null leaves it to the machine; how many there are really is part of the identity.
+        "n_threads",
         # How much runs at once: an entry knows for itself whether it was computed alone.
         "lane_count",
         "batch_max_tokens",
@@ -110,7 +113,7 @@ def stage_identity(config: StageConfig, *, weights: str, rules: str, backend: st
         weights: SHA-256 of the whole model's file, so of its quantisation, too; 64 hex digits.
         rules: how a stage's part is made of it.
         backend: what computes, with its version.
-        threads: how many the engine runs; ``n_threads`` may leave it to the machine.
+        threads: how many the engine really runs.
 
     Returns:
         a SHA-256, 32 bytes.
@@ -128,9 +131,26 @@ def stage_identity(config: StageConfig, *, weights: str, rules: str, backend: st
         "backend": backend,
         "threads": threads,
         "machine": platform.machine(),
+        "instruction_sets": instruction_sets(),
         "byte_order": sys.byteorder,
         "pointer_bits": 8 * struct.calcsize("P"),
         "config": attrs.asdict(config, filter=lambda field, _: field.name in CHANGES_NUMBERS, recurse=False),
     }
     parts["config"]["selected_device"] = config.selected_device and attrs.asdict(config.selected_device)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Those of this processor that kernels are chosen by, as Linux names them; none where nothing says so.
+
+    A folder may be on several machines in turn, and one with wider vectors adds up in another order.
+    """
+    try:
+        lines = cpuinfo.read_text("ascii", "replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        name, _, words = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return sorted({word for word in words.split() if word.startswith(_VECTORS)})
+    return []

@@ -15,7 +15,7 @@ import pytest
 
 from skippy import __version__
 from skippy.cli.errors import CliError, explain
-from skippy.cli.flags import read_link_token, stage_options
+from skippy.cli.flags import read_link_token, read_stage, stage_options
 from skippy.cli.main import cli
 from skippy.config import ConfigError, Endpoint, stage_config_from_json
 from skippy.models import GGUFError, GGUFHeader, LayerRangeError, SliceInfo
@@ -247,6 +247,43 @@ def test_topology_that_does_not_fit(capsys: Capture, stage_file: Path, tmp_path:
     outcome = run_cli(capsys, "serve-binary", "--config", stage_file, "--topology", path)
     assert outcome.code == 2
     assert outcome.err == "error: model_id: the stage says 'model', the topology says 'other'\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "expected"),
+    [
+        (None, {}, None),
+        (None, {"SKIPPY_KV_CACHE": "record"}, "record"),
+        (None, {"SKIPPY_PREFIX_CACHE": "on"}, "lookup-record"),
+        ("record", {"SKIPPY_KV_CACHE": "on"}, "record"),
+        ("record", {"SKIPPY_PREFIX_CACHE": "off"}, "disabled"),
+    ],
+)
+def test_the_environment_has_its_say_in_the_prefix_cache(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    mode: str | None,
+    environment: dict[str, str],
+    expected: str | None,
+) -> None:
+    for name in ("SKIPPY_KV_CACHE", "SKIPPY_PREFIX_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, word in environment.items():
+        monkeypatch.setenv(name, word)
+    path = tmp_path / "stage.json"
+    path.write_text(json.dumps(STAGE | ({} if mode is None else {"kv_cache": {"mode": mode}})))
+    config, _ = read_stage(path, None)
+    assert (config.kv_cache and config.kv_cache.mode) == expected
+
+
+def test_a_wrong_word_in_the_environment(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, stage_file: Path
+) -> None:
+    monkeypatch.setenv("SKIPPY_KV_CACHE", "maybe")
+    outcome = run_cli(capsys, "serve-binary", "--config", stage_file)
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: SKIPPY_KV_CACHE: is 'maybe', must be one of auto, record,")
+    assert outcome.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import attrs
@@ -10,7 +11,8 @@ import pytest
 
 import skippy
 from skippy.config import KvCacheConfig, PeerConfig, SelectedDevice, StageConfig
-from skippy.kv.identity import CHANGES_NOTHING, CHANGES_NUMBERS, stage_identity
+from skippy.kv import identity
+from skippy.kv.identity import CHANGES_NOTHING, CHANGES_NUMBERS, instruction_sets, stage_identity
 from tests.test_config import STAGE, read
 
 CONFIG = read(STAGE)
@@ -100,7 +102,28 @@ def test_machine_and_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "another")
     second = stage_identity(CONFIG, **MODEL)
     monkeypatch.setattr(skippy, "__version__", "another")
-    assert len({first, second, stage_identity(CONFIG, **MODEL)}) == 3
+    third = stage_identity(CONFIG, **MODEL)
+    monkeypatch.setattr(identity, "instruction_sets", lambda: ["avx9"])
+    assert len({first, second, third, stage_identity(CONFIG, **MODEL)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "processor\t: 0\nflags\t\t: fpu avx2 sse4_2 avx avx2 pti\nflags : avx512f\n",
+            ["avx", "avx2", "sse4_2"],
+        ),
+        ("processor : 0\nFeatures : fp asimd sve i8mm\n", ["asimd", "i8mm", "sve"]),
+        ("nothing that is known\n", []),
+        (None, []),
+    ],
+)
+def test_instruction_sets(tmp_path: Path, text: str | None, expected: list[str]) -> None:
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    assert instruction_sets(path) == expected
 
 
 def test_a_start_with_other_names_and_places_finds_what_it_left() -> None:
