@@ -118,7 +118,7 @@ class Execution(FusedRestores):
         with decode_span(context.telemetry, message, context.stage_index) as span:
             await session.run(work)
             if not work.decodes:
-                session.grow(message.token_count)
+                session.grow(message.token_count, message.state.prompt_token_count)
             span["compute_ms"], span["decode_batch_size"] = work.compute_us / 1000, work.batch_size
         if times is not None:
             times.compute_us = work.compute_us

@@ -94,6 +94,12 @@ class Holding:
         self.bound = position
         return restored is not None
 
+    def checkpoint(self, sequence: int, history: Sequence[int], total: int) -> None:
+        """The session holds ``history`` now, the first of ``total`` tokens of its prompt."""
+        if not (self.off or self.audit):
+            rest = (1,) * (len(history) - sum(self._schedule))
+            self.cache.checkpoint(self.namespace, history, self._schedule + rest, sequence, total)
+
     def together(self) -> None:
         """Rows of the request were computed with others', or will be: nobody can do that again bit by bit."""
         self._alone = False

@@ -185,6 +185,11 @@ class StageCache:
 
         Never waits.
         """
+        if self.settings.payload == "full-state":
+            if self.states is not None and entry.length >= self.settings.min_tokens:
+                self.states.checkpoint(entry.namespace, entry.tokens, entry.schedule, sequence)
+            self.drop(sequence, entry)
+            return
         if not self.index.keep(entry):
             self.scheduler.release_sequence(sequence)
             return
@@ -192,6 +197,25 @@ class StageCache:
         if self.states is not None:
             self.states.kept(entry)
         self.shrink()
+
+    def checkpoint(
+        self, namespace: str, tokens: Sequence[int], schedule: tuple[int, ...], sequence: int, total: int
+    ) -> None:
+        """A sequence holds ``tokens``, the first of ``total`` of a prompt: keep its state if it is worth it.
+
+        Only where nothing shorter than the whole can be restored: then at the end of the prompt, and at the
+        last multiples of the grid before it. Never waits.
+        """
+        settings, length = self.settings, len(tokens)
+        if self.sliceable or self.states is None or length < settings.min_tokens:
+            return
+        rest = total - length
+        reach = settings.grid * (settings.record_limit - 1) if settings.record_limit else total
+        if rest > 0 and (length % settings.grid or rest > reach):
+            return
+        match = self.index.match(namespace, tokens)
+        if match is None or match.length < length or match.entry.state is None:
+            self.states.checkpoint(namespace, tokens, schedule, sequence)
 
     def shrink(self) -> None:
         """Evict until the index is within its limits. Never waits."""

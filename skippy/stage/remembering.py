@@ -73,10 +73,11 @@ class RememberedSession(StageSession):
             self._machine.stop()
             self._remember(())
 
-    def grow(self, chunk: int) -> None:
-        """A chunk of so many rows has run: others may use what the session holds now. Never waits."""
+    def grow(self, chunk: int, total: int) -> None:
+        """A chunk of so many rows has run, of a prompt of ``total``: others may use them. Never waits."""
         if self.holding is not None and self.sequence is not None:
             self.holding.grow(self.sequence, self._native.history, chunk)
+            self.holding.checkpoint(self.sequence, self._native.history, total)
 
     @property
     def alone(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -37,9 +37,10 @@ class StateLost(Exception):
 
 @attrs.frozen(slots=True)
 class _Path:
-    """What an entry was when its export began; it may be gone by the time that ends."""
+    """What is exported. ``entry`` was that when the export began; it may be gone by the time that ends."""
 
-    entry: KvEntry
+    entry: KvEntry | None
+    namespace: str
     tokens: array[int]
     schedule: tuple[int, ...]
     alone: bool
@@ -90,18 +91,29 @@ class StateTier:
 
         Whatever is posted to the engine behind this, a drop of the sequence say, finds it exported.
         """
-        sequence, info, limit = entry.sequence, self._scheduler.info, self._limit()
-        if sequence is None or entry.state is not None or not info.can_export:
+        if entry.sequence is None or entry.state is not None:
+            return
+        if self._index.cost(entry) < self._index.settings.min_tokens:
+            return  # others have nearly all of it
+        path = _Path(entry, entry.namespace, entry.tokens[:], entry.schedule, entry.alone)
+        self._export(path, entry.sequence)
+
+    def checkpoint(
+        self, namespace: str, tokens: Sequence[int], schedule: tuple[int, ...], sequence: int
+    ) -> None:
+        """Begin to store what a session's sequence holds now: ``tokens``, and nothing behind them."""
+        self._export(_Path(None, namespace, array("i", tokens), schedule, False), sequence)
+
+    def _export(self, path: _Path, sequence: int) -> None:
+        info, limit = self._scheduler.info, self._limit()
+        if not info.can_export:
             return
         if self._index.sliceable and not info.can_trim_state:
             return  # windowed layers: the index would take it for any prefix of it
-        if self._index.cost(entry) < self._index.settings.min_tokens:
-            return  # others have nearly all of it
-        if limit is not None and entry.length * info.position_bytes > limit:
+        if limit is not None and len(path.tokens) * info.position_bytes > limit:
             return
         place = self.writer.reserve()
         if place is not None:
-            path = _Path(entry, entry.tokens[:], entry.schedule, entry.alone)
             self._scheduler.post(functools.partial(self._run, sequence=sequence, path=path, place=place))
 
     def _limit(self) -> int | None:
@@ -118,7 +130,7 @@ class StateTier:
         self._scheduler.tell(functools.partial(self._store, path, place, state))
 
     def _store(self, path: _Path, place: WriterPlace, state: memoryview | None) -> None:
-        namespace, durable = path.entry.namespace, self.durable
+        namespace, durable = path.namespace, self.durable
         if state is None:
             place.give_up()
         elif durable is not None:
@@ -160,11 +172,15 @@ class StateTier:
         if state is None:
             return
         entry = path.entry
-        same = not (entry.removed or entry.live) and entry.state is None and entry.tokens == path.tokens
-        if same:
+        if (
+            entry is not None
+            and not (entry.removed or entry.live)
+            and entry.state is None
+            and entry.tokens == path.tokens
+        ):
             self._index.set_state(entry, state)
         else:
-            self._add(entry.namespace, path.tokens, state, path.schedule, path.alone)
+            self._add(path.namespace, path.tokens, state, path.schedule, path.alone)
 
     def _add(
         self, namespace: str, tokens: array[int], state: State, schedule: tuple[int, ...], alone: bool

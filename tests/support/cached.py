@@ -91,7 +91,8 @@ async def complete(
         reply = await driver.ask(K.TRY_RESTORE_PREFILL, 0, prompt[:-1], current_token=prompt[-2])
         start = reply.predicted if is_hit(reply.stats) else 0
     for position in range(start, last, chunk):
-        await driver.ask(K.PREFILL_EMBD, position, prompt[position : min(position + chunk, last)])
+        rows = prompt[position : min(position + chunk, last)]
+        await driver.ask(K.PREFILL_EMBD, position, rows, prompt_token_count=last)
     tokens: list[int] = []
     for step in range(count):
         tokens.append(await driver.decode(last + step, tokens[-1] if tokens else prompt[-1]))
