@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import attrs
 
+from .processes import run_each
 from .running import simulate
 from .scenario import FAULT_NAMES, draw
 
@@ -80,10 +79,4 @@ def run_seed(settings: Settings, seed: int, *, all_lines: bool = False) -> Resul
 
 def run_seeds(settings: Settings, seeds: Iterable[int], jobs: int) -> Iterator[Result]:
     """Run seeds in so many processes, in order; with one job in this process."""
-    run = functools.partial(run_seed, settings)
-    if jobs == 1:
-        yield from map(run, seeds)
-        return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(run, seeds, chunksize=_SEEDS_AT_ONCE)
+    return run_each(functools.partial(run_seed, settings), seeds, jobs, at_once=_SEEDS_AT_ONCE)

@@ -8,10 +8,8 @@ left of anything: no lane, sequence, task or link.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import itertools
-import multiprocessing
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +30,7 @@ from .faults import PERFECT, Direction
 from .invariants import check_end, check_idle, check_links
 from .lies import LIES, Failure
 from .oracle import ToyModel
+from .processes import run_each
 from .running import SETTLE_SECS, START_SECS
 from .scenario import Asked, Scenario
 from .tapping import TappedNetwork
@@ -283,13 +282,7 @@ def run_cell(cell: Cell, seed: int = 0) -> Result:
 
 def run_cells(cells: Iterable[Cell], seed: int, jobs: int) -> Iterator[Result]:
     """Run cells in so many processes, in order; with one job in this process."""
-    run = functools.partial(run_cell, seed=seed)
-    if jobs == 1:
-        yield from map(run, cells)
-        return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(run, cells, chunksize=_AT_ONCE)
+    return run_each(functools.partial(run_cell, seed=seed), cells, jobs, at_once=_AT_ONCE)
 
 
 def show(results: Iterable[Result]) -> Iterator[str]:
