@@ -70,11 +70,13 @@ class KvCacheConfig:
     max_bytes: int = key("Bytes of exported state in memory; 0: only `max_entries` limits them.", default=0)
     min_tokens: int = key("Shorter prefixes are neither kept nor used.", default=64)
     shared_prefix_stride_tokens: int = key(
-        "Checkpoints of a prompt lie at multiples of this, or of `min_tokens` if that is less.", default=128
+        "Where sequences cannot be shortened (recurrent and hybrid models), the state of a prompt is kept at "
+        "multiples of this, or of `min_tokens` if that is less, if a chunk of the prompt ends there.",
+        default=128,
     )
     shared_prefix_record_limit: int = key(
-        "States kept of one prompt, the one at its end included; 0: at all multiples. Attention models need "
-        "no checkpoints: what they keep serves every shorter prefix.",
+        "States kept of one prompt: at its end, and at the last multiples before it; 0: at all of them. "
+        "Attention models need none: what they keep serves every shorter prefix.",
         default=2,
     )
     extra_sequences: int | None = key(
