@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from skippy.config import OpenAIOptions
+from skippy.kv.replay import MAX_REPLAY_TOKENS
 from skippy.protocol import Message, MessageKind, ReplyStats, default_state
 from skippy.stage import GenerationSettings, PendingReply, Stage
 from skippy.telemetry import Level, Span, Telemetry, names
@@ -61,7 +62,8 @@ class Prefill:
 
         With ``generated``, which a lane that was lost had come to, the whole prompt and then those are sent.
         The last stage takes all of them into its sampler and draws only what follows the last one: returns
-        the place of that prediction.
+        the place of that prediction. A few, as known answers are, go one by one, as they were first computed:
+        rows in other batches would move the numbers of a quantised model.
 
         Args:
             held: of all those tokens, how many the session has on every stage, so that they are not sent; the
@@ -74,10 +76,14 @@ class Prefill:
         request_id, _ = pooled.request or (0, 0)
         place = None
         with self._telemetry.span(names.STAGE_OPENAI_PREFILL, request_id=request_id) as span:
-            prefilled = prompt if generated else prompt[:-1]
-            feed = self._feed(pooled, len(prefilled) + len(generated) - held, schedule)
+            few = len(generated) <= MAX_REPLAY_TOKENS
+            prefilled = prompt[:-1] if few else prompt
+            total = len(prefilled) if few else len(prompt) + len(generated)
+            feed = self._feed(pooled, total - held, schedule)
             await feed.prefill(prefilled, held)
             if generated:
+                feed.largest = 1 if few else self._max_chunk
+                await feed.prefill(prompt, max(held, len(prefilled)))
                 place = await feed.replay(len(prompt), generated, max(0, held - len(prompt)))
                 span["replayed_token_count"] = len(generated)
             span["restored_token_count"] = held
@@ -92,10 +98,10 @@ class Prefill:
 
         def size(index: int) -> int:
             if index < len(schedule):
-                return min(schedule[index], self._max_chunk)
-            return min(policy.size(index, total, live_decodes=bool(self._decoding)), self._max_chunk)
+                return schedule[index]
+            return policy.size(index, total, live_decodes=bool(self._decoding))
 
-        return _Feed(pooled, policy, size, self._telemetry)
+        return _Feed(pooled, policy, size, self._telemetry, self._max_chunk)
 
     def ended(self, pooled: PooledLane) -> None:
         """The generation on this lane is over, or never came to its decode steps."""
@@ -152,6 +158,7 @@ class _Feed:
 
     Attributes:
         size: tokens of the chunk of this number at most.
+        largest: tokens of any chunk at most.
         sizes, times: of the chunks so far.
     """
 
@@ -159,13 +166,17 @@ class _Feed:
     _policy: ChunkPolicy
     _size: Callable[[int], int]
     _telemetry: Telemetry
+    largest: int
     sizes: list[int] = attrs.field(factory=list)
     times: list[_ChunkTimes] = attrs.field(factory=list)
+
+    def _next_size(self) -> int:
+        return min(self._size(len(self.sizes)), self.largest)
 
     async def prefill(self, tokens: Sequence[int], start: int = 0) -> None:
         """Send the first tokens of the request, those from ``start`` on."""
         while start < len(tokens):
-            chunk = tokens[start : start + self._size(len(self.sizes))]
+            chunk = tokens[start : start + self._next_size()]
             number = len(self.sizes)
             await self._send(
                 MessageKind.PREFILL_EMBD, start, chunk, seq_id=number, prompt_token_count=len(tokens)
@@ -178,7 +189,7 @@ class _Feed:
         Step ``n`` executes the ``n``-th generated token, so a frame's step is that of its last one.
         """
         while True:
-            chunk = generated[done : done + self._size(len(self.sizes))]
+            chunk = generated[done : done + self._next_size()]
             start, done = prompt_tokens + done, done + len(chunk)
             ends = done == len(generated)
             place = await self._send(

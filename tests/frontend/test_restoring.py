@@ -17,7 +17,8 @@ from skippy.frontend.generation import GenerationRequest, Timings
 from skippy.protocol import MessageKind as K, SamplingConfig
 from skippy.telemetry import Level, MemorySink, Telemetry, names
 from tests.stage.test_chain import PROMPT, generator_over, unsplit_tokens
-from tests.support.cluster import Cluster, toy_cluster
+from tests.stage.test_restores_audit import spoil
+from tests.support.cluster import Cluster, fixed_chunks, toy_cluster
 from tests.support.lossy import Fate, Frame, LossyTransport
 
 SAMPLED = SamplingConfig(
@@ -30,6 +31,7 @@ SAMPLED = SamplingConfig(
     repeat_penalty=1.2,
 )
 ON = KvCacheConfig(mode="lookup-record", min_tokens=8)
+AUDITED = attrs.evolve(ON, audit_rate=1.0)
 CHUNK = 7
 FIRST_PORT = 20_000
 all_chains = pytest.mark.parametrize("stages", [1, 2, 3])
@@ -345,6 +347,14 @@ class TestKnownAnswers:
             tokens, timings = await chain.generate(request(PROMPT))
             assert tokens == unsplit_tokens(PROMPT, 12)
             assert (timings.cached_tokens, timings.prefill_tokens) == (0, len(PROMPT))
+            # In the shapes of the first time: rows in others would not be the same bits.
+            assert chain.count(K.DECODE_REPLAY_FINAL_EMBD) == 1
+            assert chain.count(K.DECODE_REPLAY_EMBD) == 8 - 1
+            assert chain.count(K.PREFILL_EMBD) == 2 * 7 + 1
+            for stage in chain.cluster.stages:
+                assert stage.context.cache is not None
+                (entry,) = stage.context.cache.index.entries()
+                assert entry.schedule[:8] == (7, 7, 7, 7, 7, 7, 1, 1)
 
     async def test_a_lane_that_is_lost_behind_them(self) -> None:
         async with caching_chain() as chain:
@@ -376,3 +386,65 @@ class TestKnownAnswers:
             _, timings = await chain.generate(request(PROMPT, **other))
             assert timings.hit_kind in (None, "chain_fused_exact_prefix")
             assert timings.cached_tokens < len(PROMPT)
+
+
+class TestAudits:
+    """Hits that are computed all the same, as what is remembered was, and compared with it on every stage."""
+
+    @all_chains
+    async def test_what_is_right_stays(self, stages: int) -> None:
+        """Another chunk size would make other chunks: those of the entry count."""
+        right = unsplit_tokens(PROMPT, 12)
+        async with caching_chain(stages, config=AUDITED, lanes=4) as chain:
+            chain.generator.restorer._draw = lambda: 1.0
+            await chain.generate(request(PROMPT))
+            await settled(chain, 4)
+            chain.generator.restorer._draw = lambda: 0.0
+            chain.generator.prefill._options = fixed_chunks(20)
+            prefills = chain.count(K.PREFILL_EMBD)
+            for number in range(1, 3):
+                tokens, timings = await chain.generate(request(PROMPT))
+                assert (tokens, timings.cached_tokens, timings.hit_kind) == (right, 0, None)
+                await settled(chain, 4)
+                for stage in chain.cluster.stages:
+                    assert stage.context.cache is not None
+                    counters = stage.context.cache.index.counters
+                    assert (counters.audits, counters.audit_failures) == (number, 0)
+                    assert counters.largest_difference == 0.0
+            assert chain.count(K.PREFILL_EMBD) == 3 * prefills
+            assert chain.count(K.TRY_RESTORE_PREFILL) == 0
+
+    @pytest.mark.parametrize("index", [0, 1, 2])
+    async def test_what_is_wrong_is_forgotten_where_it_is_wrong(self, index: int) -> None:
+        """A number in one stage's cache has changed: the audit finds it; no later answer is made of it."""
+        async with caching_chain(config=AUDITED, lanes=4) as chain:
+            chain.generator.restorer._draw = lambda: 1.0
+            await chain.generate(request(PROMPT))
+            await settled(chain, 4)
+            spoil(chain.cluster, index)
+            chain.generator.restorer._draw = lambda: 0.0
+            tokens, _ = await chain.generate(request(PROMPT))
+            assert tokens == unsplit_tokens(PROMPT, 12)
+            await settled(chain, 4)
+            failures = [
+                stage.context.cache.index.counters.audit_failures
+                for stage in chain.cluster.stages
+                if stage.context.cache is not None
+            ]
+            assert failures == [int(number == index) for number in range(3)]
+            chain.generator.restorer._draw = lambda: 1.0
+            tokens, _ = await chain.generate(request(PROMPT, sampling=SAMPLED))
+            assert tokens == unsplit_tokens(PROMPT, 12, SAMPLED)
+
+    async def test_the_share(self) -> None:
+        """Half of the hits; nothing else is."""
+        config = attrs.evolve(AUDITED, audit_rate=0.5)
+        async with caching_chain(config=config, lanes=4) as chain:
+            draws = iter([0.1, 0.6, 0.4, 0.5, 0.499])
+            chain.generator.restorer._draw = lambda: next(draws)
+            cached = []
+            for _ in range(5):
+                _, timings = await chain.generate(request(PROMPT, sampling=SAMPLED))
+                cached.append(timings.cached_tokens > 0)
+                await settled(chain, 4)
+        assert cached == [False, True, False, True, False]
