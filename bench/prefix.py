@@ -203,7 +203,13 @@ def open_clients(settings: Settings, load: LoadProcess) -> Iterator[list[Client]
                 stages = 1 if name == "skippy" else 3
                 threads = settings.threads if stages == 1 else settings.stage_threads
                 opened = skippy_server(
-                    name, settings.model, stages=stages, threads=threads, more=settings.more, **sizes
+                    name,
+                    settings.model,
+                    stages=stages,
+                    threads=threads,
+                    more=settings.more,
+                    cached=True,
+                    **sizes,
                 )
             clients.append(Client(stack.enter_context(opened), load))
         yield clients

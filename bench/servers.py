@@ -109,8 +109,16 @@ def chat_body(server: Server, messages: Sequence[Mapping[str, str]], tokens: int
 
 
 def skippy_command(
-    model: Path, stages: int, threads: int, lanes: int, context: int, more: Sequence[str] = ()
+    model: Path,
+    stages: int,
+    threads: int,
+    lanes: int,
+    context: int,
+    more: Sequence[str] = (),
+    *,
+    cached: bool = False,
 ) -> list[str]:
+    """``skippy run``; ``cached``: it remembers prompts, as it does by default."""
     command = [
         sys.executable,
         "-P",
@@ -125,15 +133,23 @@ def skippy_command(
     options = {"stages": stages, "threads": threads, "lane-count": lanes, "ctx-size": context}
     for name, value in options.items():
         command += [f"--{name}", str(value)]
-    return [*command, *more]
+    return [*command, *([] if cached else ["--kv-cache", "disabled"]), *more]
 
 
 @contextlib.contextmanager
 def skippy_server(
-    name: str, model: Path, *, stages: int, threads: int, lanes: int, context: int, more: Sequence[str] = ()
+    name: str,
+    model: Path,
+    *,
+    stages: int,
+    threads: int,
+    lanes: int,
+    context: int,
+    more: Sequence[str] = (),
+    cached: bool = False,
 ) -> Iterator[Server]:
-    """``skippy run`` on a free port; ``more`` are further options of it."""
-    command = skippy_command(model, stages, threads, lanes, context, more)
+    """``skippy run`` on a free port; ``more`` are further options of it; ``cached``: it remembers prompts."""
+    command = skippy_command(model, stages, threads, lanes, context, more, cached=cached)
     with child(name, command, r"OpenAI endpoint: (\S+)") as (process, url):
         yield _server(name, url, model.stem, process.pid, extra={"ignore_eos": True})
 

@@ -152,7 +152,7 @@ class Server:
 async def serving(model: Path, stages: int) -> AsyncIterator[Server]:
     """``skippy run``, stopped with the block."""
     # It would take a stage that is killed so often for one that cannot be helped.
-    command = skippy_command(model, stages, 1, LANES, CONTEXT, ["--max-restarts", "100000"])
+    command = skippy_command(model, stages, 1, LANES, CONTEXT, ["--max-restarts", "100000"], cached=True)
     async with trio.open_nursery() as nursery:
         process = await trio.lowlevel.open_process(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE

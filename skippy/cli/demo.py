@@ -139,7 +139,7 @@ def _describe(
         model_path=str(model),
         ctx_size=context_size(summary, options.ctx_size),
         lane_count=options.lane_count,
-        kv_cache=with_environment(options.kv_cache, os.environ),
+        kv_cache=with_environment(options.kv_cache, os.environ, auto="lookup-record"),
         n_threads=max(1, usable_cores() // len(ranges)) if options.threads is None else options.threads,
     )
     children = [

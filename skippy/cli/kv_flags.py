@@ -25,7 +25,7 @@ kv_options = combine(
     click.option(
         "--kv-cache",
         type=click.Choice(["lookup-record", "record", "disabled"]),
-        help="Whether stages remember prompts; default: what SKIPPY_KV_CACHE says, else disabled.",
+        help="Whether stages remember prompts; default: what SKIPPY_KV_CACHE says, else lookup-record.",
     ),
     click.option("--kv-payload", type=click.Choice(get_args(KvPayload)), help="What is kept; default: auto."),
     click.option("--kv-max-entries", type=int, metavar="N", help="Prompts that a stage keeps; default: 64."),

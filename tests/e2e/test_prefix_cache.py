@@ -23,7 +23,6 @@ SYSTEM = (
     "unless somebody asks for it, and you never use a word that a child would not know. If you are not sure, "
     "you say so. When somebody asks for a list, you give three things and no more. You like short words."
 )
-ON = ("--kv-cache", "lookup-record")
 QUESTIONS = (
     "Name three birds that live by the sea.",
     "Why is the sea salty?",
@@ -35,7 +34,7 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def chain(bundled_model: Path) -> Iterator[Served]:
     """Prompts of up to 256 tokens go as one chunk, whatever was measured."""
-    with serve(bundled_model, 3, "--lane-count", "8", "--ctx-size", "1024", *ON) as served:
+    with serve(bundled_model, 3, "--lane-count", "8", "--ctx-size", "1024") as served:
         yield served
 
 
@@ -154,16 +153,16 @@ def test_clients_that_leave_while_their_prompt_is_restored(chain: Served) -> Non
 def test_many_clients_over_more_prompts_than_sequences(chain: Served) -> None:
     """Entries go and come, sessions always get a sequence, and no client hears of it."""
     forget(chain)
-    prompts = [f"{SYSTEM} Question {number}: {QUESTIONS[number % 4]}" for number in range(24)]
+    prompts = [f"{SYSTEM} Question {number}: {QUESTIONS[number % 4]}" for number in range(16)]
 
     def client(first: int) -> list[int]:
         with httpx.Client(timeout=120) as http:
             return [
                 http.post(
                     chain.url + "/completions",
-                    json={"model": chain.model, "prompt": prompts[(first + 5 * step) % 24], "max_tokens": 3},
+                    json={"model": chain.model, "prompt": prompts[(first + 5 * step) % 16], "max_tokens": 3},
                 ).status_code
-                for step in range(8)
+                for step in range(4)
             ]
 
     with ThreadPoolExecutor(8) as pool:
@@ -195,17 +194,13 @@ def test_the_command_that_looks_inside(chain: Served) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_stage_that_has_died_remembers_nothing_and_nobody_notices(bundled_model: Path, index: int) -> None:
-    with serve(bundled_model, 3, "--lane-count", "2", "--ctx-size", "1024", *ON) as served:
+    with serve(bundled_model, 3, "--lane-count", "2", "--ctx-size", "1024") as served:
         right = content(ask(served, question(QUESTIONS[0])))
         assert cached(ask(served, question(QUESTIONS[0]))) > 0
         pid = int(served.process.wait_for(rf"stage-{index} .* process (\d+)")[1])
         psutil.Process(pid).kill()
         served.process.wait_for("a stage is up again")
-        if index == 0:  # it serves HTTP, and is the one that is asked first
-            served.process.wait_for("is up again")
-        transport = httpx.HTTPTransport(retries=20)
-        with httpx.Client(transport=transport, timeout=60) as http:
-            body = {"messages": question(QUESTIONS[0]), "max_tokens": 24, "temperature": 0}
-            answer = http.post(served.url + "/chat/completions", json={"model": served.model, **body}).json()
-        assert answer["choices"][0]["message"]["content"] == right
+        answer = ask(served, question(QUESTIONS[0]))
+        assert cached(answer) == 0
+        assert content(answer) == right
         assert cached(ask(served, question(QUESTIONS[0]))) > 0

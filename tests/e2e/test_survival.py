@@ -80,7 +80,8 @@ def whole(bundled_model: Path) -> Iterator[WholeModel]:
 @pytest.fixture(scope="module")
 def chain(bundled_model: Path) -> Iterator[Served]:
     """Three stages, one request at a time: batches have the shapes that the prediction has."""
-    with serve(bundled_model, 3, "--lane-count", "1", "--ctx-size", str(CONTEXT), "-v") as served:
+    sizes = ("--lane-count", "1", "--ctx-size", str(CONTEXT))
+    with serve(bundled_model, 3, *sizes, "--kv-cache", "disabled", "-v") as served:
         yield served
 
 
