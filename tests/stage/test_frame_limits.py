@@ -87,7 +87,7 @@ async def test_silence_between_frames_may_last(autojump_clock: trio.testing.Mock
 
     async def send() -> None:
         for _ in range(3):
-            await trio.sleep(10_000)
+            await trio.sleep(10 * FRAME_SECS)
             await connection.peer.send([frame(1)])
 
     async with trio.open_nursery() as nursery:

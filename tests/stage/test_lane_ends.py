@@ -17,6 +17,7 @@ from skippy.frontend.generation import ChainUnavailable, GenerationRequest, Work
 from skippy.frontend.lanes import LanePool, PooledLane
 from skippy.frontend.prefill import Prefill
 from skippy.frontend.queueing import Demand
+from skippy.frontend.restoring import Restorer
 from skippy.frontend.work import Work as Generation
 from skippy.protocol import (
     Message,
@@ -116,7 +117,8 @@ def stream_on(
     work = Generation(Demand(len(request.prompt), request.max_tokens), limit_secs=60)
     admission = Admission(AdmissionGate(pool, 512, options), pooled, work)
     prefill = Prefill(peer.stage, options)
-    return ChainStream(admission, request, peer.stage.vocabulary, prefill, options, NULL_TELEMETRY)
+    restorer = Restorer(peer.stage, pool)
+    return ChainStream(admission, request, peer.stage.vocabulary, prefill, restorer, options, NULL_TELEMETRY)
 
 
 async def leave_with_owed_prediction(peer: ScriptedPeer, pool: LanePool) -> tuple[PooledLane, ScriptedLane]:
