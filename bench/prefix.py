@@ -143,6 +143,14 @@ def against_arm(samples: Samples, arm: str, other: str, case: str) -> Spread:
     return ratios([sample.seconds for sample in over], [sample.seconds for sample in under])
 
 
+def last_of(samples: Samples) -> str:
+    """One line about the last sample of each case: seconds, in the order of the arms."""
+    return ", ".join(
+        f"{case} {' / '.join(f'{found[-1].seconds:.3f}' for found in arms.values())}"
+        for case, arms in samples.items()
+    )
+
+
 def rows_of(samples: Samples, arms: Sequence[str]) -> list[list[str]]:
     """A row for each case and arm."""
     rows = []
@@ -223,7 +231,7 @@ def run(settings: Settings) -> Samples:
             if number < 2:
                 samples = {case: {client.name: [] for client in clients} for case in CASES}
             measure_round(clients, settings, number, samples)
-            print(f"round {number} of {settings.rounds}", file=sys.stderr)
+            print(f"round {number} of {settings.rounds}: {last_of(samples)}", file=sys.stderr)
     return samples
 
 
