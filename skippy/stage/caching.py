@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import trio
 
 from skippy.config import StageConfig
+from skippy.kv.activations import ActivationCache
 from skippy.kv.cache import PrefixCache
 from skippy.kv.durable import DurableStore
 from skippy.kv.settings import KvSettings, resolve
@@ -18,7 +19,7 @@ from .keeping import StageCache, log
 from .kv_writer import KvWriter
 from .nurseries import open_hidden_nursery
 from .scheduler import Scheduler
-from .states import StateTier
+from .states import Index, StateTier
 
 
 @contextlib.asynccontextmanager
@@ -80,6 +81,7 @@ async def _open_durable(
 def make_cache(config: StageConfig, scheduler: Scheduler) -> StageCache | None:
     """An empty cache in native sequences alone; None where it is off, or this engine cannot have it."""
     info, unified = scheduler.info, bool(config.kv_unified)
+    cells = config.ctx_size * config.lane_count
     resolution = resolve(
         config.kv_cache,
         sliceable=info.can_trim,
@@ -87,10 +89,13 @@ def make_cache(config: StageConfig, scheduler: Scheduler) -> StageCache | None:
         exportable=info.can_export,
         lane_count=config.lane_count,
         kv_unified=unified,
-        cells=config.ctx_size * config.lane_count,
+        cells=cells,
     )
     for warning in resolution.warnings:
         log.warning(warning, stage_id=config.stage_id)
-    if resolution.settings is None:
+    if (settings := resolution.settings) is None:
         return None
-    return StageCache(scheduler, PrefixCache(resolution.settings, sliceable=info.can_trim))
+    index: Index = PrefixCache(settings, sliceable=info.can_trim)
+    activations = ActivationCache(settings.activation_max_bytes, info.output_width or 1)
+    kept = activations if info.output_width and activations.enabled else None
+    return StageCache(scheduler, index, kept, cells=cells if unified else None)

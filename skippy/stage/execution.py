@@ -97,6 +97,12 @@ class Execution(FusedRestores):
         session = self._ensure_session()
         await session.place()
         downstream = self.downstream
+        if downstream is not None and message.kind is MessageKind.PREFILL_EMBD:
+            rows = session.held_rows(message)
+            if rows is not None:
+                frame = message.forwarded(context.stage_index, rows)
+                await self._forward(downstream, mark_together(frame) if downstream.restores else frame, None)
+                return
         output = allocate(message.token_count * context.info.output_width * 4) if downstream else None
         outcome: list[Predicted] = []
 
@@ -119,6 +125,8 @@ class Execution(FusedRestores):
             await session.run(work)
             if not work.decodes:
                 session.grow(message.token_count, message.state.prompt_token_count)
+                if output is not None:
+                    session.record_rows(output, message.token_count)
             span["compute_ms"], span["decode_batch_size"] = work.compute_us / 1000, work.batch_size
         if times is not None:
             times.compute_us = work.compute_us

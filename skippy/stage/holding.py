@@ -94,6 +94,29 @@ class Holding:
         self.bound = position
         return restored is not None
 
+    def held_rows(self, tokens: Sequence[int], start: int) -> bytes | None:
+        """The boundary of the chunk of ``tokens`` at ``start``, where its rows need not be computed.
+
+        That is where the sequence holds them, behind what the chain has settled on, and their boundary is
+        remembered. They are the session's then.
+        """
+        restored, activations, end = self.restored, self.cache.activations, start + len(tokens)
+        if restored is None or activations is None or start != restored.length or end > len(restored.held):
+            return None
+        if list(restored.held[start:end]) != list(tokens):
+            return None
+        rows = activations.find(self.namespace, restored.held[:end], start, len(tokens))
+        if rows is None:
+            return None
+        self.together()  # whoever has computed them
+        restored.length = end
+        return b"".join(rows)
+
+    def record_rows(self, history: Sequence[int], rows: memoryview, count: int) -> None:
+        """``rows`` are the boundary of the last ``count`` tokens of ``history``."""
+        if self.cache.activations is not None and not (self.off or self.audit):
+            self.cache.activations.record(self.namespace, history, len(history) - count, rows)
+
     def checkpoint(self, sequence: int, history: Sequence[int], total: int) -> None:
         """The session holds ``history`` now, the first of ``total`` tokens of its prompt."""
         if not (self.off or self.audit):

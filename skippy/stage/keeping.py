@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import attrs
 
 from skippy.engine import EngineError, StageEngine
+from skippy.kv.activations import ActivationCache
 from skippy.kv.entries import Match, Part, cut_schedule
 from skippy.telemetry import get_logger
 
@@ -33,27 +34,31 @@ class Restored:
     """A prefix in a sequence that is a session's own, and no row behind it yet.
 
     Attributes:
-        tokens: the prefix, as far as the session uses it; the sequence may hold more.
+        held: the tokens that were found; the sequence may hold more. ``schedule`` and ``alone`` say how they
+            were computed, as :class:`Entry` has it.
         entry: the session's entry in the index, where the sequence was taken out of it; None: it is a copy.
-        schedule, alone: how it was computed, as :class:`Entry` has it.
+        length: how many of them the session uses.
     """
 
     sequence: int
-    tokens: Sequence[int]
+    held: Sequence[int]
     entry: KvEntry | None
-    schedule: tuple[int, ...]
-    alone: bool
-
-    def shorten(self, length: int) -> None:
-        """Use no more than ``length`` tokens of it."""
-        if length < len(self.tokens):
-            self.tokens = self.tokens[:length]
-            self.schedule, whole = cut_schedule(self.schedule, length)
-            self.alone = self.alone and whole
+    _schedule: tuple[int, ...]
+    _alone: bool
+    length: int
 
     @property
-    def length(self) -> int:
-        return len(self.tokens)
+    def tokens(self) -> Sequence[int]:
+        """What the session uses."""
+        return self.held[: self.length]
+
+    @property
+    def schedule(self) -> tuple[int, ...]:
+        return cut_schedule(self._schedule, self.length)[0]
+
+    @property
+    def alone(self) -> bool:
+        return self._alone and cut_schedule(self._schedule, self.length)[1]
 
 
 class StageCache:
@@ -64,14 +69,28 @@ class StageCache:
 
     Attributes:
         states: what has become of sequences that had to go; None: nothing.
+        activations: boundary rows of prefills; None on a last stage, and where none are kept.
+        cells: positions of the pool that all sequences share; None: each has room of its own.
     """
 
-    def __init__(self, scheduler: Scheduler, index: Index) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        index: Index,
+        activations: ActivationCache | None = None,
+        *,
+        cells: int | None = None,
+    ) -> None:
+        self.activations = activations
+        self._cells = cells
         self.states: StateTier | None = None
         self.scheduler = scheduler
         self.index = index
         self.settings = index.settings
         scheduler.evict = self._evict
+        scheduler.on_taken = self._leave_cells
+        if cells is not None:
+            scheduler.max_sessions = cells // scheduler.info.context_length
         scheduler.on_quarantine = index.quarantine
 
     @property
@@ -109,6 +128,9 @@ class StageCache:
                     self.index.counters.misses += 1
                     return None
                 if self.index.takes(match, free_sequences=self.scheduler.empty_sequences):
+                    if sequence is None and self.scheduler.full:
+                        sequence = await self.scheduler.acquire_sequence()  # in its place comes the entry's
+                        continue
                     return self._take(match)
                 with Reference(self, match.entry):
                     sequence = self.scheduler.take_sequence() if sequence is None else sequence
@@ -244,6 +266,8 @@ class StageCache:
         The session of a live one goes on; it just is not in the index any more.
         """
         sequence, state = None if entry.live else entry.sequence, entry.state
+        if self.activations is not None:
+            self.activations.forget(entry.namespace, entry.tokens)
         self.index.drop(entry)
         self._drop_state(state)
         if sequence is not None:
@@ -254,6 +278,23 @@ class StageCache:
         for entry in self.index.entries():
             if drops(which, entry.namespace):
                 self.forget(entry)
+        if self.activations is not None:
+            self.activations.clear()
+
+    def _leave_cells(self) -> None:
+        """A session has got a sequence: leave it the cells that it may come to need.
+
+        A session may grow to the length of the context, and finds out in the engine's thread, in a batch. So
+        what is kept never takes more than all sessions together leave.
+        """
+        if self._cells is None:
+            return
+        info = self.scheduler.info
+        sessions = info.max_sequences - self.scheduler.free_sequences
+        left = self._cells - sessions * info.context_length
+        while self.index.stats().resident_tokens > max(0, left):
+            if not self._evict():
+                return
 
     def _lose(self, entry: KvEntry, part: Part) -> None:
         sequence, state = entry.sequence, entry.state
@@ -286,9 +327,9 @@ class Reference:
 
 
 def _restored(sequence: int, match: Match[State], entry: KvEntry | None) -> Restored:
-    source = match.entry
-    schedule, whole = cut_schedule(source.schedule, match.length)
-    return Restored(sequence, source.tokens[: match.length], entry, schedule, source.alone and whole)
+    source, length = match.entry, match.length
+    schedule, whole = cut_schedule(source.schedule, length)
+    return Restored(sequence, source.tokens[:length], entry, schedule, source.alone and whole, length)
 
 
 def _copy(engine: StageEngine, source: int, target: int, length: int) -> None:

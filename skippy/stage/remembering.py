@@ -79,6 +79,25 @@ class RememberedSession(StageSession):
             self.holding.grow(self.sequence, self._native.history, chunk)
             self.holding.checkpoint(self.sequence, self._native.history, total)
 
+    def held_rows(self, message: Message) -> bytes | None:
+        """The boundary of a prompt's chunk whose rows the session holds already; None: it must be run."""
+        holding, start = self.holding, self._machine.length
+        if holding is None or holding.restored is None or message.pos_start not in (-1, start):
+            return None
+        rows = holding.held_rows(message.tokens, start) if self._runs_next(message) else None
+        if rows is not None:
+            self._machine.accept(message)
+            self._remember(holding.restored.tokens)
+        return rows
+
+    def _runs_next(self, message: Message) -> bool:
+        return not self._machine.is_stale(message) and message.token_count == len(message.tokens) > 0
+
+    def record_rows(self, rows: memoryview, count: int) -> None:
+        """``rows`` are the boundary of the ``count`` rows that were run last. Never waits."""
+        if self.holding is not None:
+            self.holding.record_rows(self._native.history, rows, count)
+
     @property
     def alone(self) -> bool:
         """As :attr:`Holding.alone`; of no meaning without a cache."""

@@ -46,6 +46,10 @@ class Scheduler:
         """Sequences of nobody's session, which hold what the prefix cache remembers."""
         self.evict: Callable[[], bool] = lambda: False
         """Asked to release a kept sequence when none is free; whether it has."""
+        self.max_sessions = engine.info.max_sequences
+        """Sessions that may have sequences at once, at most as many as there are."""
+        self.on_taken: Callable[[], object] = lambda: None
+        """Called when a session has got a sequence."""
         self.on_quarantine: Callable[[int], object] = lambda _: None
         """Told each sequence that could not be dropped, which nobody gets any more."""
 
@@ -68,6 +72,11 @@ class Scheduler:
         return self._iterations.cuts
 
     @property
+    def full(self) -> bool:
+        """Whether as many sessions have sequences as may."""
+        return self.info.max_sequences - self.free_sequences >= self.max_sessions
+
+    @property
     def empty_sequences(self) -> int:
         """Sequences that hold nothing."""
         return len(self._free)
@@ -77,13 +86,16 @@ class Scheduler:
 
         None where sessions have all of them. Never waits.
         """
-        if not self._free and not self.evict():
+        if self.full or (not self._free and not self.evict()):
             return None
-        if wanted not in self._free:
-            return heapq.heappop(self._free)
-        self._free.remove(wanted)
-        heapq.heapify(self._free)
-        return wanted
+        if wanted in self._free:
+            self._free.remove(wanted)
+            heapq.heapify(self._free)
+            taken = wanted
+        else:
+            taken = heapq.heappop(self._free)
+        self.on_taken()
+        return taken
 
     async def acquire_sequence(self, wanted: int | None = None) -> int:
         """As :meth:`take_sequence`; waits up to SEQUENCE_WAIT_SECS for one, else RequestFailed."""
@@ -120,6 +132,7 @@ class Scheduler:
     def use_kept(self, sequence: int) -> None:
         """A session has a kept sequence now, as it is."""
         self._kept.remove(sequence)
+        self.on_taken()
 
     def _forget(self, sequence: int) -> None:
         self._iterations.leave(sequence)

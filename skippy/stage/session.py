@@ -283,7 +283,7 @@ class StageSession:
     def _recall(self, restored: Restored | None, length: int) -> None:
         """Use ``length`` positions of what was restored."""
         assert restored is not None
-        restored.shorten(length)
+        restored.length = min(length, len(restored.held))
         self._remember(restored.tokens)
 
     def _remember(self, tokens: Sequence[int]) -> None:

@@ -79,8 +79,12 @@ async def test_the_chain_settles_on_what_the_poorest_stage_has(stages: int) -> N
             shorter = await driver.ask(K.TRY_RESTORE_PREFILL, 0, long[:-1])
             assert (shorter.predicted, shorter.stats.kv_lookup_misses) == (20, 0)
             await driver.ask(K.STOP)
+            before = [engine.decodes for engine in cluster.engines]
             answer = await complete(driver, long, 9)
             assert (answer.restored, answer.tokens) == (20, unsplit_tokens(long, 9))
+            # The others hold the rest, and its boundary: only the last stage computes the three chunks of it.
+            ran = [engine.decodes - count for engine, count in zip(cluster.engines, before, strict=True)]
+            assert ran == [9] * (stages - 1) + [9 + 3]
             again = await complete(driver, long, 9)
             assert (again.restored, again.tokens) == (len(long) - 1, unsplit_tokens(long, 9))
 
@@ -328,3 +332,28 @@ async def test_a_lane_that_ends_leaves_nothing_that_is_not_certain(stages: int, 
             assert answer.tokens == unsplit_tokens(PROMPT, 3)
             if not rows:
                 assert answer.restored == LAST
+
+
+@all_chains
+async def test_what_is_kept_leaves_sessions_the_cells_that_they_may_need(stages: int) -> None:
+    """Where all sequences share one pool, of 128 cells here: a session may come to 64."""
+    prompts = [[256, *f"{number} is the prompt's number{number}".encode()] for number in range(4)]
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(stages, lane_count=2, ctx_size=64, kv_unified=True) as cluster,
+            driver_of(cluster) as driver,
+            driver_of(cluster) as second,
+        ):
+            caches = [cache_of(cluster, index) for index in range(stages)]
+            for prompt in prompts:
+                assert (await complete(driver, prompt, 2)).tokens == unsplit_tokens(prompt, 2)
+                assert all(cache.index.stats().resident_tokens <= 128 for cache in caches)
+            assert all(cache.index.stats().resident >= 2 for cache in caches)
+            second.request_id = 101
+            await driver.start(PROMPT)
+            await driver.decode(LAST, PROMPT[-1])
+            assert all(cache.index.stats().resident_tokens <= 64 for cache in caches)
+            await second.start(PROMPT[::-1])
+            await second.decode(LAST, PROMPT[0])
+            assert all(cache.index.stats().resident_tokens == 0 for cache in caches)
+            assert all(stage.context.scheduler.take_sequence() is None for stage in cluster.stages)

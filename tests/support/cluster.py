@@ -140,13 +140,14 @@ async def toy_cluster(
     engines: dict[int, Any] = {}
 
     def factory(config: StageConfig) -> StageEngine:
+        unified = bool(config.kv_unified)
+        extra = extra_sequences(config.kv_cache, lane_count=config.lane_count, kv_unified=unified)
         engine: StageEngine = make_engine(
             config.layer_start,
             config.layer_end,
             layers,
             context_length=config.ctx_size,
-            max_sequences=config.lane_count
-            + extra_sequences(config.kv_cache, lane_count=config.lane_count, kv_unified=False),
+            max_sequences=config.lane_count + extra,
         )
         engines[config.stage_index] = engine
         return engine
