@@ -192,6 +192,22 @@ def test_the_command_that_looks_inside(chain: Served) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_on_disk_outlives_the_chain(bundled_model: Path, tmp_path: Path) -> None:
+    """Another cut has another identity: nothing of it is read."""
+    options = ("--lane-count", "2", "--ctx-size", "1024", "--kv-dir", str(tmp_path))
+    with serve(bundled_model, 2, *options) as served:
+        answer = ask(served, question(QUESTIONS[0]), prompt_cache_retention="24h")
+        right, count = content(answer), answer.usage.prompt_tokens
+        assert cached(answer) == 0
+    with serve(bundled_model, 2, *options) as served:
+        answer = ask(served, question(QUESTIONS[0]))
+        assert (content(answer), cached(answer)) == (right, count - 1)
+    with serve(bundled_model, 3, *options) as served:
+        answer = ask(served, question(QUESTIONS[0]))
+        assert (content(answer), cached(answer)) == (right, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_stage_that_has_died_remembers_nothing_and_nobody_notices(bundled_model: Path, index: int) -> None:
     with serve(bundled_model, 3, "--lane-count", "2", "--ctx-size", "1024") as served:
