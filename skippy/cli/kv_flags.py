@@ -33,7 +33,7 @@ kv_options = combine(
         "--kv-max-bytes",
         type=int,
         metavar="BYTES",
-        help="Exported state in a stage's memory; default: no limit.",
+        help="Exported state in a stage's memory; default: a sixteenth of the machine's.",
     ),
     click.option("--kv-dir", metavar="FOLDER", help="Keep exported states there, also when stages restart."),
     click.option(

@@ -67,7 +67,9 @@ class KvCacheConfig:
         "recurrent state.",
         default=64,
     )
-    max_bytes: int = key("Bytes of exported state in memory; 0: only `max_entries` limits them.", default=0)
+    max_bytes: int = key(
+        "Bytes of exported state in memory; 0: a sixteenth of the machine's memory.", default=0
+    )
     min_tokens: int = key("Shorter prefixes are neither kept nor used.", default=64)
     shared_prefix_stride_tokens: int = key(
         "Where sequences cannot be shortened (recurrent and hybrid models), the state of a prompt is kept at "

@@ -32,7 +32,7 @@ class KvSettings:
             ``kv-recurrent`` and ``full-state``: entries are exported states.
         lookup: what is kept is also used.
         max_entries: idle entries.
-        max_bytes: bytes of exported state in memory; 0: no limit but the number of entries.
+        max_bytes: bytes of exported state in memory; 0: for the stage to choose.
         min_tokens: shorter paths are neither recorded nor restored.
         stride_tokens: the grid of lengths at which a long prompt may be cut for a checkpoint.
         record_limit: checkpoints of one prompt; 0: as many as the grid has.

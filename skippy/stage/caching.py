@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import AsyncIterator
 
+import attrs
 import trio
 
 from skippy.config import StageConfig
@@ -95,7 +97,14 @@ def make_cache(config: StageConfig, scheduler: Scheduler) -> StageCache | None:
         log.warning(warning, stage_id=config.stage_id)
     if (settings := resolution.settings) is None:
         return None
+    if not settings.max_bytes:
+        settings = attrs.evolve(settings, max_bytes=default_max_bytes())
     index: Index = PrefixCache(settings, sliceable=info.can_trim)
     activations = ActivationCache(settings.activation_max_bytes, info.output_width or 1)
     kept = activations if info.output_width and activations.enabled else None
     return StageCache(scheduler, index, kept, cells=cells if unified else None)
+
+
+def default_max_bytes() -> int:
+    """A sixteenth of the machine's memory, which several stages may share, with their weights."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16

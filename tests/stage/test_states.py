@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 import pytest
 import trio
 import trio.testing
@@ -272,3 +273,9 @@ async def test_recurrent_state_comes_back_for_what_goes_on_from_all_of_it(stages
             assert [each.imports for each in counters(cluster)] == [1] * stages
             await ask(driver, PROMPTS[0][:20], 0)
             await wait_for_sequences(cluster)
+
+
+async def test_without_a_budget_memory_is_bounded_all_the_same() -> None:
+    async with cached_cluster(1, **ONE) as cluster:
+        whole = psutil.virtual_memory().total
+        assert 0.9 < tier(cluster).blocks.max_bytes * 16 / whole <= 1.1
