@@ -202,6 +202,13 @@ MUTANTS: Final = (
         "            return False\n",
     ),
     Mutant(
+        "receive-into-row",
+        "a frame is received into the row of the step before it, which may still wait for its wave",
+        "skippy/stage/repeat.py",
+        "        self._next, self._begun = self._begun, self._next\n",
+        "",
+    ),
+    Mutant(
         "forget-peer-timeout",
         "a neighbour that has fallen silent is not given up",
         "skippy/stage/liveness.py",

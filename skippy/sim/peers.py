@@ -10,6 +10,7 @@ import random
 from typing import Any, Final
 
 import attrs
+import trio
 
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
@@ -38,9 +39,12 @@ from .violation import require
 K = MessageKind
 Expected = tuple[ReplyKind, tuple[int, ...]]
 ACK: Final[Expected] = (ReplyKind.ACK, ())
+ONE_TOKEN: Final = (K.DECODE_EMBD, K.DECODE_LIGHT_CTX, K.DECODE_READOUT)
 IN_FLIGHT: Final = 6
 PATIENCE_SECS: Final = 20.0
 """How long a peer tries to connect."""
+ASKING_SECS: Final = 60.0
+"""So long after its beginning a peer asks nothing more: over a link that trickles a frame takes seconds."""
 SEEDED: Final = SamplingConfig(
     flags=1, seed=5, temperature=0.8, top_k=20, repeat_penalty=1.2, presence_penalty=0.3
 )
@@ -126,6 +130,7 @@ class Peer:
     _generation: int = 0
     _prompt: list[int] = attrs.field(factory=list)
     _window: int = 0
+    _asks_until: float = 0.0
 
     async def run(self, stage: Stage, transport: Transport) -> None:
         """Live until everything is asked and answered, or the connection ends."""
@@ -138,6 +143,7 @@ class Peer:
                 timeout_secs=PATIENCE_SECS,
                 request=lane_request(stage),
             )
+            self._asks_until = trio.current_time() + ASKING_SECS
             for number in range(self.sessions):
                 await self._converse(number)
             self.ended = "done"
@@ -159,8 +165,18 @@ class Peer:
         await self._send(K.PREFILL_EMBD, 0, self._prompt[:-1])
         self._oracle.run(self._prompt[:-1])
         self._owed += [ACK, ACK]
-        actions = [self._decode, self._decode, self._verify, self._verify, self._trim_and_replay, self._late]
+        actions = [
+            self._decode,
+            self._decode,
+            self._decode_on,
+            self._verify,
+            self._verify,
+            self._trim_and_replay,
+            self._late,
+        ]
         for _ in range(self.frames):
+            if trio.current_time() >= self._asks_until:
+                break
             await chance.choice(actions)()
             while len(self._owed) > chance.randrange(IN_FLIGHT):
                 await self._read()
@@ -173,9 +189,22 @@ class Peer:
     # -- frames ----------------------------------------------------------------------------------------
 
     async def _decode(self) -> None:
-        position, token = self._position(), self._tokens(1)[0]
+        await self._decode_at(self._position(), self.chance.choice(ONE_TOKEN))
+
+    async def _decode_on(self) -> None:
+        """Steps of one kind that each wait for the one before, which engines' threads receive by themselves.
+
+        What comes behind the last one need not wait.
+        """
+        kind = self.chance.choice(ONE_TOKEN)
+        for _ in range(self.chance.randint(3, 6)):
+            while self._owed:
+                await self._read()
+            await self._decode_at(self._end(), kind)
+
+    async def _decode_at(self, position: int, kind: MessageKind) -> None:
+        token = self._tokens(1)[0]
         self._oracle.cut(position)
-        kind = self.chance.choice([K.DECODE_EMBD, K.DECODE_LIGHT_CTX, K.DECODE_READOUT])
         self._owed.append((ReplyKind.PREDICTED_TOKEN, self._oracle.run([token], self._step(position))))
         await self._send(kind, position, [token], decode_step=self._step(position))
 
@@ -271,10 +300,15 @@ class Peer:
 
     def _position(self) -> int:
         """Mostly the end, sometimes up to five positions back; never the first one, nor near the last."""
+        end = self._end()
+        if end < len(self._oracle.held) or self.chance.random() < 0.6:
+            return end
+        return max(1, end - self.chance.randint(1, 5))
+
+    def _end(self) -> int:
+        """The end; far back where there is no room behind it."""
         held = len(self._oracle.held)
-        if held > self.model.context_length - 8:
-            return self.chance.randint(1, 8)
-        return held if self.chance.random() < 0.6 else max(1, held - self.chance.randint(1, 5))
+        return self.chance.randint(1, 8) if held > self.model.context_length - 8 else held
 
     def _step(self, position: int) -> int:
         return position - (len(self._prompt) - 1)

@@ -28,6 +28,11 @@ START_SECS: Final = 30.0
 """A chain without faults is ready within this time."""
 REQUEST_SECS: Final = 180.0
 """Every request has ended by then."""
+PEER_SECS: Final = 270.0
+"""And every peer, whatever it has asked within ASKING_SECS, and however slow its link has become."""
+PEER_STALL_SECS: Final = 30.0
+"""A peer waits for a reply for as long as its link is there, and a link that is dead is the system's to find:
+so its link stalls for no longer."""
 DETECTION_SECS: Final = 1.0
 """So long after a neighbour's timeout, a lane that a fault has hit is known to be lost."""
 RECOVERY_SECS: Final = 30.0
@@ -174,7 +179,7 @@ class Simulation:
         sessions, frames = chance.randint(1, 2), chance.randint(5, 30)
         peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames)
         self._peers.append(peer)
-        with within(REQUEST_SECS, f"{name} has not ended"):
+        with within(PEER_SECS, f"{name} has not ended"):
             await peer.run(running.stage, self._network.of(name))
         require(peer.ended == "done" or self._scenario.faulty, f"{name} ended without a fault: {peer.ended}")
 
@@ -183,7 +188,10 @@ class Simulation:
         if blow.fault is not None:
             wires = list(self._network.wires.values())
             if wires:
-                wires[int(blow.place * len(wires))].strike(blow.direction, blow.fault)
+                wire, fault = wires[int(blow.place * len(wires))], blow.fault
+                if wire.name.dialer not in map(party, range(len(self._scenario.splits))):
+                    fault = attrs.evolve(fault, secs=min(fault.secs, PEER_STALL_SECS))
+                wire.strike(blow.direction, fault)
         elif blow.kills:
             self._cluster.kill(blow.stage, blow.secs, silent=blow.silent)
         else:

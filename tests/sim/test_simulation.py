@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 from click.testing import CliRunner
 
 from skippy.cli.main import cli
 from skippy.sim.batch import Settings, run_seed, run_seeds
-from skippy.sim.scenario import draw
+from skippy.sim.faults import Direction, Fault, FaultKind
+from skippy.sim.running import simulate
+from skippy.sim.scenario import Blow, draw
 from skippy.stage.scheduler import Scheduler
 
 SEEDS = 1000
@@ -30,6 +33,26 @@ def test_a_thousand_seeds() -> None:
     assert not failed, "\n".join(failed)
     assert completed > 3 * SEEDS
     assert SEEDS / 3 < faulty < SEEDS
+
+
+@pytest.mark.parametrize("seed", [1850, 2896])
+def test_seeds_that_have_found_faults(seed: int) -> None:
+    """A row that the next frame overwrote; a peer that went on asking over a link that trickles."""
+    assert run_seed(Settings(), seed).violation is None
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("fault", [Fault(FaultKind.STALL), Fault(FaultKind.TRICKLE, secs=0.05)], ids=str)
+def test_a_peer_whose_link_gets_slow_or_dead_ends(fault: Fault, direction: Direction) -> None:
+    """A slow link is no fault of the chain, and that of a peer carries no signs of life."""
+    drawn = draw(8)
+    assert drawn.drivers
+    blow = Blow(at=0.3, fault=fault, direction=direction, place=0.0)
+    report = simulate(attrs.evolve(drawn, faults=(), blows=(blow,)))
+    assert report.violation is None
+    assert f"peer-0>stage-0#0 {direction.value} {fault.kind.value} now" in report.trace.text
+    assert "peer-0 ended: done" in report.trace.text
+    assert 30 < report.secs < 400
 
 
 @pytest.mark.parametrize("seed", [10, 86, 473])
