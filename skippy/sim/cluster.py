@@ -140,7 +140,7 @@ class SimCluster:
                 cost=scenario.cost,
                 width=scenario.model.width,
                 context_length=scenario.model.context_length,
-                max_sequences=self._scenario.sequences,
+                max_sequences=scenario.native_sequences,
                 max_batch=64,
                 end_at=scenario.model.end_at,
             )
@@ -203,6 +203,7 @@ class SimCluster:
             bind_addr=placed.endpoint,
             ctx_size=self._scenario.model.context_length,
             lane_count=self._scenario.sequences,
+            kv_cache=None if self._scenario.prefixes is None else self._scenario.prefixes.cache,
             batch_max_tokens=self._scenario.batch_max_tokens,
             upstream=peer(index - 1),
             downstream=peer(index + 1),

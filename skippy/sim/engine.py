@@ -123,6 +123,7 @@ class VirtualRuntime(Runtime):
     """
 
     waits = True
+    threads = False
 
     def __init__(self, clock: SimClock, network: SimNetwork) -> None:
         self._clock = clock

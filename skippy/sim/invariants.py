@@ -6,6 +6,8 @@ from collections import Counter
 
 import trio
 
+from skippy.stage.keeping import StageCache
+
 from .cluster import SimCluster, party
 from .network import SimNetwork
 from .scenario import Scenario
@@ -45,12 +47,30 @@ def check_idle(scenario: Scenario, cluster: SimCluster) -> None:
         assert running is not None
         name, context = party(index), running.stage.context
         free = context.scheduler.free_sequences
-        require(free == scenario.sequences, f"{name} has {free} of {scenario.sequences} sequences free")
-        held = [running.engine.length(number) for number in range(scenario.sequences)]
-        require(not any(held), f"{name} keeps rows for nobody, by sequence: {held}")
+        total = scenario.native_sequences
+        require(free == total, f"{name} has {free} of {total} sequences free")
+        held = {number: running.engine.length(number) for number in range(total)}
+        if context.cache is not None:
+            _check_cache(name, context.cache, held)
+        require(not any(held.values()), f"{name} keeps rows for nobody, by sequence: {held}")
         require(context.frame_budget.used == 0, f"{name} holds {context.frame_budget.used} bytes of frames")
         require(running.runtime.idle, f"{name} has work for its engine that nobody waits for")
         require(not context.hub.waiting, f"{name} waits for {context.hub.waiting} return streams")
+
+
+def _check_cache(name: str, cache: StageCache, held: dict[int, int]) -> None:
+    """What is remembered is idle, and in the engine; takes that out of ``held``, which is by sequence."""
+    entries = cache.index.entries()
+    most, counters = cache.settings.max_entries, cache.index.counters
+    require(len(entries) <= most, f"{name} remembers {len(entries)} prefixes, at most {most}")
+    busy = [entry for entry in entries if entry.live or entry.refs]
+    require(not busy, f"{name} has {len(busy)} remembered prefixes in use by nobody")
+    require(not counters.audit_failures, f"{name} has remembered what it computes otherwise")
+    for entry in entries:
+        require(entry.sequence is not None or entry.state is not None, f"{name} remembers a prefix nowhere")
+        if entry.sequence is not None:
+            rows = held.pop(entry.sequence, 0)
+            require(rows >= entry.length, f"{name} holds {rows} of {entry.length} remembered rows")
 
 
 def check_links(scenario: Scenario, network: SimNetwork) -> None:

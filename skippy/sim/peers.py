@@ -7,6 +7,7 @@ trims and replays, and sends frames of a past that was rewound; each reply must 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
@@ -26,6 +27,7 @@ from skippy.protocol import (
     SamplingConfig,
     default_state,
     encode_frame,
+    is_hit,
 )
 from skippy.stage import DownstreamUnavailable, Stage
 from skippy.stage.dialing import dial_admitted
@@ -33,6 +35,7 @@ from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, LinkClosed, Transport
 
 from .oracle import ToyModel
+from .prefixes import begin
 from .trace import Trace
 from .violation import require
 
@@ -121,6 +124,7 @@ class Peer:
     trace: Trace
     sessions: int
     frames: int
+    texts: Sequence[tuple[int, ...]] = ()
     ended: str | None = None
     _link: Link | None = None
     _replies: ReplyDecoder = attrs.field(factory=ReplyDecoder)
@@ -161,10 +165,15 @@ class Peer:
         self._request_id, self._generation = 1000 + number, 0
         self._oracle = _Oracle(self.model, sampling)
         self._prompt = [chance.randrange(32, 127) for _ in range(chance.randint(2, 16))]
+        if self.texts:
+            self._prompt = begin(chance, self.texts, self._prompt)
         await self._send(K.CONFIGURE_GENERATION, sampling=sampling)
-        await self._send(K.PREFILL_EMBD, 0, self._prompt[:-1])
+        self._owed.append(ACK)
+        start = await self._restore() if self.texts and chance.random() < 0.7 else 0
         self._oracle.run(self._prompt[:-1])
-        self._owed += [ACK, ACK]
+        if start < len(self._prompt) - 1:
+            await self._send(K.PREFILL_EMBD, start, self._prompt[start:-1])
+            self._owed.append(ACK)
         actions = [
             self._decode,
             self._decode,
@@ -185,6 +194,16 @@ class Peer:
         await self._send(K.STOP)
         self._owed.append(ACK)
         await self._read()
+
+    async def _restore(self) -> int:
+        """Ask for all of the prompt but its last token; how much of it there was."""
+        prefix = self._prompt[:-1]
+        await self._send(K.TRY_RESTORE_PREFILL, 0, prefix)
+        self._owed.append(ACK)
+        while len(self._owed) > 1:
+            await self._read()
+        reply = await self._read()
+        return len(prefix) if is_hit(reply.stats) else 0
 
     # -- frames ----------------------------------------------------------------------------------------
 
@@ -252,15 +271,16 @@ class Peer:
             self._owed.append((ReplyKind.PREDICTED_TOKEN, ()) if kind is K.DECODE_EMBD else ACK)
         self._generation = current
 
-    async def _read(self) -> None:
+    async def _read(self) -> Reply:
         assert self._link is not None
         wanted = self._owed.pop(0)
-        reply: Reply | None = await receive_reply(self._link, self._replies)
+        reply = await receive_reply(self._link, self._replies)
         if reply is None:
             raise LinkClosed("stage 0 has closed the lane")
         got = (reply.kind, tuple(reply.predicted_tokens))
         self.trace(f"{self.name} {reply.kind.name} {list(reply.predicted_tokens)}")
         require(got == wanted, f"{self.name} got {got}, and must get {wanted}")
+        return reply
 
     async def _send(
         self,

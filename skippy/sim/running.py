@@ -177,7 +177,9 @@ class Simulation:
         name = f"peer-{number}"
         chance = random.Random(f"peer/{self._scenario.seed}/{number}")
         sessions, frames = chance.randint(1, 2), chance.randint(5, 30)
-        peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames)
+        prefixes = self._scenario.prefixes
+        texts = () if prefixes is None else prefixes.texts
+        peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames, texts)
         self._peers.append(peer)
         with within(PEER_SECS, f"{name} has not ended"):
             await peer.run(running.stage, self._network.of(name))

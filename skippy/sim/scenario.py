@@ -11,17 +11,21 @@ import attrs
 from skippy.config import OpenAIOptions, StageOptions
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.generation import GenerationRequest
+from skippy.kv.settings import extra_sequences
 from skippy.protocol import SamplingConfig
 
 from .engine import StepCost
 from .faults import Conditions, Direction, Fault, FaultKind, LinkFault, LinkName
 from .oracle import ToyModel
+from .prefixes import Prefixes, draw_prefixes, share
 
 FAULT_NAMES: Final = ("weather", *(kind.value for kind in FaultKind), "crash", "vanish")
 """What ``--faults`` may name: the links' latency, bandwidth and slices, the faults of a link, a stage that is
 killed and started again, and one that is cut off from the network for a while."""
 WINDOW_SECS: Final = 5.0
 """Requests come, and faults begin, within this time."""
+MOST_RETURNING: Final = 8
+"""Requests of those who find a cache, which come within twice that time."""
 
 
 @attrs.frozen(slots=True)
@@ -76,6 +80,7 @@ class Scenario:
         lanes: requests at once.
         drivers: peers that speak the protocol to stage 0 by themselves, beside the front end.
         sequences: native sequences of each stage; where there are fewer than lanes and drivers, these wait.
+        prefixes: what the stages remember; None: nothing.
     """
 
     seed: int
@@ -92,6 +97,13 @@ class Scenario:
     asked: tuple[Asked, ...]
     faults: tuple[LinkFault, ...]
     blows: tuple[Blow, ...]
+    prefixes: Prefixes | None = None
+
+    @property
+    def native_sequences(self) -> int:
+        """All native sequences of a stage, those included in which nothing but prefixes are kept."""
+        cache = None if self.prefixes is None else self.prefixes.cache
+        return self.sequences + extra_sequences(cache, lane_count=self.sequences, kv_unified=False)
 
     @property
     def faulty(self) -> bool:
@@ -131,6 +143,9 @@ def draw(
         _ask(chance, model)
         for _ in range(requests if requests is not None else chance.randint(1, 2 * lanes + 1))
     ]
+    prefixes = draw_prefixes(seed)
+    if prefixes is not None:
+        asked = _sharing(seed, prefixes, model, asked, MOST_RETURNING if requests is None else 0)
     drivers = chance.choice([0, 0, 1])
     drawn = _Faults(chance, count, lanes, faults)
     return Scenario(
@@ -160,7 +175,24 @@ def draw(
         asked=tuple(sorted(asked, key=lambda each: each.at)),
         faults=tuple(drawn.of_links()),
         blows=tuple(sorted(drawn.blows(), key=lambda blow: blow.at)),
+        prefixes=prefixes,
     )
+
+
+def _sharing(seed: int, prefixes: Prefixes, model: ToyModel, asked: list[Asked], most: int) -> list[Asked]:
+    """These requests and at most ``most`` others, with prompts that have beginnings in common."""
+    chance = random.Random(f"returning/{seed}")
+    more = [_ask(chance, model) for _ in range(chance.randint(0, most))]
+    later = [attrs.evolve(each, at=chance.uniform(0, 2 * WINDOW_SECS)) for each in more]
+    asked = sorted([*asked, *later], key=lambda each: each.at)
+    prompts = share(seed, prefixes, model, [each.request for each in asked])
+    return [
+        attrs.evolve(
+            each,
+            request=attrs.evolve(each.request, prompt=prompt, namespace="ab" * (sum(prompt) % 5 == 0)),
+        )
+        for each, prompt in zip(asked, prompts, strict=True)
+    ]
 
 
 def _openai(chance: random.Random, lanes: int) -> OpenAIOptions:

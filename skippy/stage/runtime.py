@@ -41,6 +41,8 @@ class Runtime(abc.ABC):
 
     waits: bool
     """Whether a work may wait for others to join its batch."""
+    threads = True
+    """Whether there may be threads beside the event loop's; no other one may do anything on virtual time."""
     broken = False
     """Whether the engine's thread has ended by a fault of this program: nothing runs any more."""
 
@@ -225,6 +227,7 @@ class InlineRuntime(Runtime):
     """Runs engine calls on the event loop itself: for exact engines under a virtual clock."""
 
     waits = False
+    threads = False
 
     def __init__(self) -> None:
         self._iterations: Iterations | None = None

@@ -101,7 +101,7 @@ async def open_stage(
         )
         readers = None if identity is None else identity.state_readers
         cache = await stack.enter_async_context(
-            open_cache(config, scheduler, identity=readers, inline=inline)
+            open_cache(config, scheduler, identity=readers, inline=not runtime.threads)
         )
         context = _make_context(config, topology, options, scheduler, links, telemetry, identity, cache)
         stage = Stage(context, listener.endpoint)

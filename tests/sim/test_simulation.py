@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import attrs
@@ -16,6 +17,7 @@ from skippy.sim.batch import Settings, run_seed, run_seeds
 from skippy.sim.faults import Direction, Fault, FaultKind
 from skippy.sim.running import simulate
 from skippy.sim.scenario import Blow, draw
+from skippy.stage.keeping import StageCache
 from skippy.stage.scheduler import Scheduler
 
 SEEDS = 1000
@@ -103,6 +105,28 @@ def test_faults_may_be_chosen(tmp_path: Path) -> None:
         assert not draw(seed, faults=["weather"]).faulty
         blows = draw(seed, faults=["reset", "vanish"]).blows
         assert not any(blow.kills and not blow.silent for blow in blows)
+
+
+def test_stages_that_remember_are_found_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of all seeds have caches, and their prompts make them hit in every way."""
+    drawn = [scenario for seed in range(400) if (scenario := draw(seed)).prefixes is not None]
+    assert 160 < len(drawn) < 240
+    seen: Counter[str] = Counter()
+    count_hit = StageCache._count_hit
+
+    def count(self: StageCache, length: int) -> None:
+        count_hit(self, length)
+        seen["tokens"] += length
+        for way in ("takes", "copies", "imports"):
+            seen[way] = max(seen[way], getattr(self.index.counters, way))
+
+    monkeypatch.setattr(StageCache, "_count_hit", count)
+    for scenario in drawn:
+        assert scenario.native_sequences >= scenario.sequences
+        if not scenario.faulty and not all(seen[way] for way in ("takes", "copies", "imports")):
+            assert simulate(scenario).violation is None
+    assert seen["tokens"] > 50
+    assert all(seen[way] for way in ("takes", "copies", "imports"))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
