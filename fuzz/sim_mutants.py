@@ -65,8 +65,8 @@ MUTANTS: Final = (
         "keep-rows",
         "a sequence that is given back keeps its rows",
         "skippy/stage/scheduler.py",
-        "        self._engine.drop(sequence)\n",
-        "",
+        "            self._engine.drop(sequence)\n",
+        "            pass\n",
     ),
     Mutant(
         "keep-positions",
@@ -107,8 +107,8 @@ MUTANTS: Final = (
         "forget-unpark",
         "who waits for a native sequence is not woken",
         "skippy/stage/scheduler.py",
-        "        self._waiting.unpark()\n",
-        "",
+        "        heapq.heappush(self._free, sequence)\n        self._waiting.unpark()\n",
+        "        heapq.heappush(self._free, sequence)\n",
     ),
     Mutant(
         "forget-writer",
@@ -142,7 +142,7 @@ MUTANTS: Final = (
         "no-trim",
         "a rewind does not cut the native sequence",
         "skippy/stage/session.py",
-        "        engine.trim(self._sequence, length)\n",
+        "        engine.trim(self.sequence, length)\n",
         "",
     ),
     Mutant(
@@ -184,8 +184,8 @@ MUTANTS: Final = (
         "replay-one-short",
         "a replay leaves the first generated token out",
         "skippy/frontend/prefill.py",
-        "                place = await feed.replay(len(prompt), generated)\n",
-        "                place = await feed.replay(len(prompt), generated[1:] or generated)\n",
+        "feed.replay(len(prompt), generated, ",
+        "feed.replay(len(prompt), generated[1:] or generated, ",
     ),
     Mutant(
         "keep-lost-session",
@@ -253,7 +253,7 @@ MUTANTS: Final = (
     Mutant(
         "seed-by-row",
         "every draw of a seeded request uses the seed of the first",
-        "skippy/stage/session.py",
+        "skippy/stage/history.py",
         "        token = self.sampler.sample(logits, step)\n",
         "        token = self.sampler.sample(logits, 0)\n",
     ),
