@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 
+from skippy.config import KvCacheConfig
 from skippy.engine import EngineError
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import ChainUnavailable, GenerationError, GenerationRequest, ReplayRefused
@@ -61,14 +62,16 @@ class Chain:
 
 
 @contextlib.asynccontextmanager
-async def lossy_chain(lanes: int = LANES, stages: int = 3, **options: Any) -> AsyncIterator[Chain]:
+async def lossy_chain(
+    lanes: int = LANES, stages: int = 3, *, kv: KvCacheConfig | None = None, **options: Any
+) -> AsyncIterator[Chain]:
     """A chain over links that break; leaving checks that nothing is left of its requests."""
     transport, sink = LossyTransport(), MemorySink()
     telemetry = Telemetry(Level.SUMMARY, sink)
     async with (
         trio.open_nursery() as nursery,
         toy_cluster(
-            stages, transport=transport, inline=True, telemetry=telemetry, lane_count=lanes
+            stages, transport=transport, inline=True, telemetry=telemetry, lane_count=lanes, kv_cache=kv
         ) as cluster,
     ):
         await nursery.start(telemetry.serve)
