@@ -210,12 +210,13 @@ def open_clients(settings: Settings, load: LoadProcess) -> Iterator[list[Client]
             else:
                 stages = 1 if name == "skippy" else 3
                 threads = settings.threads if stages == 1 else settings.stage_threads
+                more = ["--kv-cache", "lookup-record", *settings.more]
                 opened = skippy_server(
                     name,
                     settings.model,
                     stages=stages,
                     threads=threads,
-                    more=settings.more,
+                    more=more,
                     cached=True,
                     **sizes,
                 )
