@@ -124,10 +124,12 @@ async def admissions(target: Target, report: Report) -> None:
 
 async def strange_returns(target: Target, report: Report) -> None:
     """Return streams that nobody waits for, and to a stage that takes none."""
-    opening = target.frame(K.PREDICTION_RETURN_OPEN)
+    # For the ids of the other attacks, which run meanwhile, stage 0 may be waiting.
+    ids = {"request_id": 70, "session_id": 80}
+    opening = target.frame(K.PREDICTION_RETURN_OPEN, **ids)
     role = ConnectionRole.RETURN
     request = attrs.evolve(target.request, role=role, sender_index=5, activation_width=0)
-    for data in (opening, target.frame(K.PREFILL_EMBD, 0, range(2)), opening * 2):
+    for data in (opening, target.frame(K.PREFILL_EMBD, 0, range(2), **ids), opening * 2):
         async with target.connected() as peer:
             with contextlib.suppress(Exception):  # stages other than the first refuse the role
                 await peer.shake_hands(DialerHandshake(target.token, request))
