@@ -10,8 +10,11 @@ from skippy.kv.entries import cut_schedule
 
 from .keeping import Reference, StageCache, log
 
-AUDIT_TOLERANCE: Final = 0.5
-"""Largest difference of a number in the cache that passes where chunks or batches were not the same."""
+AUDIT_TOLERANCE: Final = 2.0
+"""Largest difference of a number in the cache that passes where chunks or batches were not the same.
+
+Other chunks and batches of the bundled model moved numbers by up to 0.65; one wrong token, by 9.
+"""
 
 
 async def audit(
