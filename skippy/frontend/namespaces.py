@@ -21,7 +21,8 @@ def cache_namespace(credentials: str | None, cache_key: str | None) -> str:
     Returns:
         64 hexadecimal digits: SHA-256 over both, each with its length; "" for a request with neither.
     """
-    parts = [(part or "").strip().encode("utf-8", "surrogatepass") for part in (credentials, cache_key)]
+    given = [part if part and not part.isspace() else "" for part in (credentials, cache_key)]
+    parts = [part.encode("utf-8", "surrogatepass") for part in given]  # keys that differ in a space differ
     if not any(parts):
         return ""
     digest = hashlib.sha256(_DOMAIN)

@@ -18,11 +18,15 @@ TEXTS = st.none() | st.text(max_size=8)
 
 
 def meaning(text: str | None) -> str:
-    return (text or "").strip()
+    return text if text and text.strip() else ""
 
 
 def test_neither_key_is_the_common_namespace() -> None:
     assert {cache_namespace(*pair) for pair in [(None, None), ("", " "), ("\t", None)]} == {""}
+
+
+def test_keys_that_differ_in_a_space_are_two_tenants() -> None:
+    assert len({cache_namespace(None, key) for key in ("a", " a", "a ", "a\n")}) == 4
 
 
 def test_a_namespace_stays_the_same_from_process_to_process() -> None:
