@@ -93,8 +93,8 @@ class KvCacheConfig:
         default=128 * 1024 * 1024,
     )
     directory: str | None = key(
-        "Folder in which exported states outlive the process; null: they do not. Stages make folders of "
-        "their own below it. SKIPPY_KV_DIR overrides it.",
+        "Folder in which exported states outlive the process; null: that of SKIPPY_KV_DIR, or they do not. "
+        "Stages make folders of their own below it.",
         default=None,
     )
     directory_max_bytes: int = key("Bytes of files that one stage keeps there.", default=8 * 1024**3)
@@ -124,7 +124,8 @@ def with_environment(
     """The configuration as the environment changes it.
 
     Off where either of the mode variables says so, whatever the configuration says. Without a configuration
-    the environment's, if it or ``auto`` names a mode. ``SKIPPY_KV_DIR`` replaces the folder of either.
+    the environment's, if it or ``auto`` names a mode. ``SKIPPY_KV_DIR`` is the folder where neither
+    names one.
 
     Args:
         config: the object ``kv_cache`` of a stage; None where there is none.
@@ -141,7 +142,8 @@ def with_environment(
         config = _from_environment(modes[0] if modes else auto, environment)
     if config is not None and config.mode == "auto":
         config = attrs.evolve(config, mode=auto)
-    if config is not None and (directory := environment.get(DIRECTORY_VARIABLE)):
+    directory = environment.get(DIRECTORY_VARIABLE)
+    if config is not None and config.directory is None and directory:
         config = attrs.evolve(config, directory=directory)
     return config
 

@@ -99,6 +99,8 @@ def test_the_environment_counts_where_there_is_no_configuration() -> None:
     )
     assert with_environment(None, environment) == expected
     assert with_environment(ON, environment) == attrs.evolve(ON, directory="/somewhere")
+    own = attrs.evolve(ON, directory="/own")
+    assert with_environment(own, environment) == own
     no_mode = {name: word for name, word in environment.items() if not name.endswith("_CACHE")}
     assert with_environment(None, no_mode) is None
     assert with_environment(None, no_mode, auto="lookup-record") == attrs.evolve(
