@@ -47,6 +47,7 @@ class Entry(Generic[S]):
         last_used: number of its last use, among all uses of the index.
         resident_base, state_base: the floors at that use, see :mod:`skippy.kv.policy`.
         node: where it is in the tree; None once it was removed.
+        forgotten: it was removed because it is wrong, or because somebody asked for it.
     """
 
     namespace: str
@@ -61,6 +62,7 @@ class Entry(Generic[S]):
     resident_base: float = 0.0
     state_base: float = 0.0
     node: Node[Entry[S]] | None = None
+    forgotten: bool = False
 
     @property
     def length(self) -> int:

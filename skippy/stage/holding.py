@@ -48,8 +48,14 @@ class Holding:
     def entry(self) -> KvEntry | None:
         """The session's entry in the index, which others may copy from; None where there is none."""
         if self._entry is not None and self._entry.removed:
+            self.off = self.off or self._entry.forgotten  # what is wrong, or was to go, must not come back
             self._entry = None
         return self._entry
+
+    @property
+    def _unkept(self) -> bool:
+        """Whether nothing of the session is to be remembered."""
+        return self.off or (self._entry is not None and self._entry.forgotten)
 
     def configure(self, settings: GenerationSettings, *, bypass: bool) -> None:
         """The request's settings have come. ``bypass``: it must not use the cache.
@@ -114,12 +120,12 @@ class Holding:
 
     def record_rows(self, history: Sequence[int], rows: memoryview, count: int) -> None:
         """``rows`` are the boundary of the last ``count`` tokens of ``history``."""
-        if self.cache.activations is not None and not (self.off or self.audit):
+        if self.cache.activations is not None and not (self._unkept or self.audit):
             self.cache.activations.record(self.namespace, history, len(history) - count, rows)
 
     def checkpoint(self, sequence: int, history: Sequence[int], total: int) -> None:
         """The session holds ``history`` now, the first of ``total`` tokens of its prompt."""
-        if not (self.off or self.audit):
+        if not (self._unkept or self.audit):
             rest = (1,) * (len(history) - sum(self._schedule))
             self.cache.checkpoint(self.namespace, history, self._schedule + rest, sequence, total)
 
@@ -140,7 +146,7 @@ class Holding:
             self._grow(sequence, history, chunk)
 
     def _grow(self, sequence: int, history: Sequence[int], chunk: int) -> None:
-        if self.off:
+        if self._unkept:
             return
         if self.audit:
             self._audited += (1,) * (len(history) - chunk - sum(self._audited)) + ((chunk,) if chunk else ())

@@ -263,8 +263,14 @@ class StageCache:
     def forget(self, entry: KvEntry) -> None:
         """Remember an entry no more: it is wrong, or somebody asked for it. Never waits.
 
-        The session of a live one goes on; it just is not in the index any more.
+        The session of a live one goes on, but leaves nothing; nor does an export that is under way.
         """
+        entry.forgotten = True
+        if self.states is not None:
+            whole = entry.tokens
+            self.states.forget(
+                lambda namespace, path: namespace == entry.namespace and path == whole[: len(path)]
+            )
         sequence, state = None if entry.live else entry.sequence, entry.state
         if self.activations is not None:
             self.activations.forget(entry.namespace, entry.tokens)
@@ -278,6 +284,8 @@ class StageCache:
         for entry in self.index.entries():
             if drops(which, entry.namespace):
                 self.forget(entry)
+        if self.states is not None:
+            self.states.forget(lambda namespace, _: drops(which, namespace))
         if self.activations is not None:
             self.activations.clear()
 

@@ -35,15 +35,19 @@ class StateLost(Exception):
     """A state that was to be imported is no longer there, or not as it was stored."""
 
 
-@attrs.frozen(slots=True)
+@attrs.define(slots=True, eq=False)
 class _Path:
-    """What is exported. ``entry`` was that when the export began; it may be gone by the time that ends."""
+    """What is exported. ``entry`` was that when the export began; it may be gone by the time that ends.
+
+    Nothing comes of it if it is ``forgotten`` by then.
+    """
 
     entry: KvEntry | None
     namespace: str
     tokens: array[int]
     schedule: tuple[int, ...]
     alone: bool
+    forgotten: bool = False
 
 
 class StateTier:
@@ -69,6 +73,8 @@ class StateTier:
         self._scheduler = scheduler
         self._index = index
         self._shrink = shrink
+        self._under_way: list[_Path] = []
+        """Exports that have begun, and have not come to anything."""
 
     def adopt(self) -> None:
         """Take what an earlier process left on disk into the index."""
@@ -114,6 +120,7 @@ class StateTier:
             return
         place = self.writer.reserve()
         if place is not None:
+            self._under_way.append(path)
             self._scheduler.post(functools.partial(self._run, sequence=sequence, path=path, place=place))
 
     def _limit(self) -> int | None:
@@ -131,7 +138,8 @@ class StateTier:
 
     def _store(self, path: _Path, place: WriterPlace, state: memoryview | None) -> None:
         namespace, durable = path.namespace, self.durable
-        if state is None:
+        if state is None or path.forgotten:
+            self._under_way.remove(path)
             place.give_up()
         elif durable is not None:
             write = functools.partial(
@@ -141,7 +149,13 @@ class StateTier:
         elif self._make_room(len(state)):
             place.fill(functools.partial(self.blocks.put, state), functools.partial(self._stored, path))
         else:
+            self._under_way.remove(path)
             place.give_up()
+
+    def forget(self, unwanted: Callable[[str, array[int]], bool]) -> None:
+        """Let nothing come of exports under way whose namespace and tokens are ``unwanted``. Never waits."""
+        for path in self._under_way:
+            path.forgotten = path.forgotten or unwanted(path.namespace, path.tokens)
 
     def _make_room(self, size: int) -> bool:
         """Evict states until one of ``size`` bytes fits into memory; False where it never will."""
@@ -160,19 +174,20 @@ class StateTier:
         return True
 
     def _written(self, path: _Path, written: Written | None) -> None:
-        if written is None:
-            return
-        gone = {file.name for file in written.gone}
+        gone = set() if written is None else {file.name for file in written.gone}
         for entry in self._index.entries() if gone else ():
             if isinstance(entry.state, StateFile) and entry.state.name in gone:
                 self._index.drop(entry, Part.STATE)
-        self._stored(path, written.file)
+        self._stored(path, None if written is None else written.file)
 
     def _stored(self, path: _Path, state: State | None) -> None:
+        self._under_way.remove(path)
         if state is None:
             return
         entry = path.entry
-        if (
+        if path.forgotten:
+            self._drop_unused(path.namespace, state)
+        elif (
             entry is not None
             and not (entry.removed or entry.live)
             and entry.state is None
@@ -188,7 +203,11 @@ class StateTier:
         added = self._index.add(namespace, tokens, state=state, schedule=schedule, alone=alone)
         if added is not None:
             self._shrink()
-        elif not any(entry.state is state for entry in self._index.entries(namespace)):
+        else:
+            self._drop_unused(namespace, state)
+
+    def _drop_unused(self, namespace: str, state: State) -> None:
+        if not any(entry.state is state for entry in self._index.entries(namespace)):
             self.drop(state)
 
     # -- using -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from skippy.config import ConfigError
 from skippy.engine import EngineError
 from skippy.engine.toy import ToyEngine
 from skippy.kv.durable import DurableStore
+from skippy.protocol import MessageKind
+from skippy.stage.kv_writer import KvWriter
 from skippy.stage.states import StateTier
 from tests.stage.test_chain import unsplit_tokens, wait_for_sequences
 from tests.support.cached import Answer, cache_of, cached_cluster, complete, counters
@@ -200,6 +202,53 @@ async def test_dropped_entries_take_their_states_along(tmp_path: Path) -> None:
                 assert states.durable is None or os.listdir(states.durable.path / "states") == []
                 await ask(driver, PROMPTS[0], 0)
                 await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+async def test_what_is_forgotten_while_it_is_stored_does_not_come_back(
+    on_disk: bool, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a drop of the namespace, when the entry itself may be gone already, or as an entry that is wrong."""
+    kv = {"directory": str(tmp_path)} if on_disk else {}
+    gate = trio.Event()
+
+    async def late(self: KvWriter, call: Callable[[], object]) -> object:
+        await gate.wait()
+        return call()
+
+    with trio.fail_after(30):
+        async with cached_cluster(1, kv=kv, **ONE) as cluster, driver_of(cluster) as driver:
+            monkeypatch.setattr(KvWriter, "run_sync", late)
+            await ask(driver, PROMPTS[0], 0)
+            cache, states = cache_of(cluster, 0), tier(cluster)
+            if whole:
+                await ask(driver, PROMPTS[1], 0)  # evicts it
+                cache.forget_all("all")
+            else:
+                (entry,) = cache.index.entries()
+                states.export(entry)  # with a directory it was when it was kept
+                cache.forget(entry)
+            gate.set()
+            await trio.testing.wait_all_tasks_blocked()
+            assert cache.index.entries() == []
+            assert states.blocks.used_bytes == 0
+            assert states.durable is None or os.listdir(states.durable.path / "states") == []
+            await ask(driver, PROMPTS[0], 0)
+            await wait_for_sequences(cluster)
+
+
+async def test_a_running_session_leaves_nothing_of_an_entry_that_was_forgotten() -> None:
+    with trio.fail_after(30):
+        async with cached_cluster(1, lane_count=2, inline=True) as cluster, driver_of(cluster) as driver:
+            await driver.start(PROMPTS[0])
+            cache = cache_of(cluster, 0)
+            (entry,) = cache.index.entries()
+            assert entry.live
+            cache.forget_all("all")
+            await driver.ask(MessageKind.STOP)
+            assert cache.index.entries() == []
+            await wait_for_sequences(cluster)
 
 
 async def test_a_directory_that_is_in_use_fails_the_start(tmp_path: Path) -> None:
