@@ -28,7 +28,7 @@ def kv() -> None:
     """Look into the prefix cache of a running endpoint, or empty it."""
 
 
-@kv.command("ls")
+@kv.command("ls", short_help="List what stage 0 remembers.")
 @url_option
 @json_option
 def list_entries(url: str, as_json: bool) -> None:
@@ -44,7 +44,7 @@ def list_entries(url: str, as_json: bool) -> None:
                 click.echo(printable(line))
 
 
-@kv.command("stats")
+@kv.command("stats", short_help="Show sizes and counts.")
 @url_option
 @json_option
 def stats(url: str, as_json: bool) -> None:
@@ -56,12 +56,13 @@ def stats(url: str, as_json: bool) -> None:
             return
         if not report["enabled"]:
             click.echo("the prefix cache is off")
+            return
         for part in ("settings", "stage", "chain"):
             for name, value in _flat(report.get(part, {})):
                 click.echo(printable(f"{part}.{name}: {value}"))
 
 
-@kv.command("drop")
+@kv.command("drop", short_help="Have every stage forget.")
 @url_option
 @click.option("--all", "everything", is_flag=True, help="Forget everything.")
 @click.option(

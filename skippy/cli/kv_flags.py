@@ -8,6 +8,7 @@ import click
 
 from skippy.config import KvCacheConfig
 from skippy.config.kv import KvPayload
+from skippy.kv.settings import MAX_ENTRIES
 
 from .flags import combine
 
@@ -28,17 +29,22 @@ kv_options = combine(
         help="Whether stages remember prompts; default: what SKIPPY_KV_CACHE says, else lookup-record.",
     ),
     click.option("--kv-payload", type=click.Choice(get_args(KvPayload)), help="What is kept; default: auto."),
-    click.option("--kv-max-entries", type=int, metavar="N", help="Prompts that a stage keeps; default: 64."),
+    click.option(
+        "--kv-max-entries",
+        type=click.IntRange(1, MAX_ENTRIES),
+        metavar="N",
+        help="Prompts that a stage keeps; default: 64.",
+    ),
     click.option(
         "--kv-max-bytes",
-        type=int,
+        type=click.IntRange(min=0),
         metavar="BYTES",
         help="Exported state in a stage's memory; default: a sixteenth of the machine's.",
     ),
     click.option("--kv-dir", metavar="FOLDER", help="Keep exported states there, also when stages restart."),
     click.option(
         "--kv-audit-rate",
-        type=float,
+        type=click.FloatRange(0, 1),
         metavar="SHARE",
         help="Hits to compute again and compare, 0 to 1; default: 0.",
     ),

@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)  # whoever read our output has gone
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(error.exit_code)
     except Exception as error:
         explained = explain(error)
         if explained is None:

@@ -116,6 +116,8 @@ class Restorer:
         length = cache.longest(request.namespace, tokens)
         await self._pool.wait_kept(request.namespace, tokens, max(length, least - 1))
         length = cache.longest(request.namespace, tokens)
+        if not length:
+            cache.missed()
         if length and audit:
             return self._audit(request.namespace, tokens) or Plan(length=length)
         return Plan(length=length)

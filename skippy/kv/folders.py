@@ -73,6 +73,8 @@ class PrivateFolder:
         """
         try:
             directory.mkdir(0o700, parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise ConfigError(f"{directory}: is not a folder") from error
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from error
         if directory.is_symlink():

@@ -110,6 +110,10 @@ class StageCache:
         match = self._match(namespace, tokens)
         return 0 if match is None else match.length
 
+    def missed(self) -> None:
+        """Count a prompt of which :meth:`longest` found nothing, so that no stage is asked."""
+        self.index.counters.misses += 1
+
     async def restore(self, namespace: str, tokens: Sequence[int], *, whole: bool) -> Restored | None:
         """The longest prefix of ``tokens`` that is remembered, in a sequence for a session; None for a miss.
 

@@ -46,6 +46,12 @@ def test_help(capsys: Capture, name: str) -> None:
     assert outcome.out.startswith("Usage: skippy ")
 
 
+def test_a_group_without_a_command_shows_its_help(capsys: Capture) -> None:
+    outcome = run_cli(capsys, "kv")
+    assert outcome.code == 2
+    assert outcome.err.startswith("Usage: skippy kv ")
+
+
 def test_example_config_is_a_valid_stage(capsys: Capture) -> None:
     outcome = run_cli(capsys, "example-config")
     config = stage_config_from_json(outcome.out.encode())
@@ -431,6 +437,9 @@ def test_slice_and_inspect(
         (["--lane-count", "0"], 2, "lane_count: is 0, must be 1 to 256"),
         (["--ctx-size", "0"], 2, "ctx_size: is 0, must be 1 to"),
         (["--threads", "0"], 2, "n_threads: is 0, must be 1 to 512"),
+        (["--kv-max-entries", "513"], 2, "'--kv-max-entries': 513 is not in the range 1<=x<=512"),
+        (["--kv-max-bytes", "-1"], 2, "'--kv-max-bytes': -1 is not in the range x>=0"),
+        (["--kv-audit-rate", "2"], 2, "'--kv-audit-rate': 2.0 is not in the range 0<=x<=1"),
     ],
 )
 def test_run_refuses(

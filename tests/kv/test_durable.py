@@ -345,7 +345,7 @@ def test_all_of_it_is_private(store: DurableStore) -> None:
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigError, match=f"{blocked}: cannot be made"):
+    with pytest.raises(ConfigError, match=f"{blocked}: is not a folder"):
         open_store(blocked)
     with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
         open_store(blocked / "below")
