@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -46,7 +47,7 @@ class ToySampler(Sampler):
                     raise ValueError(f"{name} is not supported by the toy engine, use {neutral}")
             if settings.top_nsigma > 0.0:
                 raise ValueError("top_nsigma is not supported by the toy engine, use -1")
-        self._settings = settings
+        self._settings = None if settings is None else _as_sent(settings)
         self._vocab_size = vocab_size
         last = 0 if settings is None else settings.penalty_last_n
         self._history: deque[int] = deque(maxlen=context_length if last < 0 else last)
@@ -101,3 +102,17 @@ def _apply(name: str, kept: Values, settings: SamplingConfig) -> Values:
             share = np.cumsum(weights) / weights.sum()
             return kept[: int(np.searchsorted(share, settings.top_p)) + 1]
     return kept
+
+
+def _as_sent(settings: SamplingConfig) -> SamplingConfig:
+    """With every number as an f32, as frames and native samplers have it.
+
+    Else the last bits of a draw depend on whether its settings have been sent.
+    """
+    numbers: dict[str, Any] = {
+        field.name: float(np.float32(value))
+        for field in attrs.fields(SamplingConfig)
+        if isinstance(value := getattr(settings, field.name), float)
+    }
+    biases = tuple((token, float(np.float32(bias))) for token, bias in settings.logit_bias)
+    return attrs.evolve(settings, logit_bias=biases, **numbers)

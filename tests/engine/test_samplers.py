@@ -79,6 +79,19 @@ def test_same_seed_and_step_same_token(last: StageEngine) -> None:
     assert [sampler.sample(logits, step) for step in reversed(range(200))] == first[::-1]
 
 
+def test_draws_do_not_depend_on_whether_settings_were_sent(last: StageEngine) -> None:
+    """6 over 1.2 is 5, and comes first then; over what a frame makes of 1.2, an f32, it may be less."""
+    logits = np.full(last.info.vocab_size, -np.inf, dtype=np.float32)
+    logits[[3, 40]] = 6.0, 5.0
+    found = []
+    for penalty in (1.2, float(np.float32(1.2))):
+        sampler = last.new_sampler(settings(repeat_penalty=penalty, penalty_last_n=-1, seed=1))
+        sampler.accept([3])
+        found.append([sampler.sample(logits, step) for step in range(200)])
+    assert found[0] == found[1]
+    assert set(found[0]) == {3, 40}
+
+
 def test_draws_follow_the_distribution(last: StageEngine) -> None:
     logits = np.full(last.info.vocab_size, -np.inf, dtype=np.float32)
     logits[[3, 40]] = np.log(np.array([0.2, 0.8], dtype=np.float32))
