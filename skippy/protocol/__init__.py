@@ -66,6 +66,7 @@ from .messages import (
 )
 from .restores import RESTORE_EXTENSION, ask_for, is_hit, is_together, mark_together, settled_length
 from .rules import (
+    CACHE_CONTROL_KINDS,
     DATA_KINDS,
     POSITIONED_KINDS,
     PREDICTED_KINDS,
@@ -102,6 +103,7 @@ from .waves import WAVES_EXTENSION, Wave, pack_wave, unpack_wave
 
 __all__ = [
     "ANNEX_EXTENSION",
+    "CACHE_CONTROL_KINDS",
     "DATA_KINDS",
     "EMPTY_STATS",
     "EPOCH_KINDS",

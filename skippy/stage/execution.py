@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 
 from skippy.protocol import (
+    CACHE_CONTROL_KINDS,
     DATA_KINDS,
     Message,
     MessageKind,
@@ -25,7 +26,7 @@ from .downstream import Downstream
 from .express import decode_span
 from .framing import allocate
 from .fusing import FusedRestores
-from .intake import RESTORES, check_data, check_restore, sequence_of, wave_of
+from .intake import check_data, check_restore, sequence_of, wave_of
 from .queues import PendingReply
 from .remembering import RememberedSession
 from .session import Predicted
@@ -79,7 +80,7 @@ class Execution(FusedRestores):
         elif kind is MessageKind.TRY_RESTORE_PREFILL_DECODE:
             check_restore(message, self._context.stage_index)
             await self._restore_and_decode(message)
-        elif kind in RESTORES:
+        elif kind in CACHE_CONTROL_KINDS:
             check_restore(message, self._context.stage_index)
             await self._restore(message)
         else:

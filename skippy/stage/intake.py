@@ -8,14 +8,6 @@ from skippy.protocol import POSITIONED_KINDS, Message, MessageKind, RemoteProtoc
 
 ONE_TOKEN: Final = POSITIONED_KINDS - {MessageKind.VERIFY_WINDOW}
 """Frames of one token that are answered with the next one."""
-RESTORES: Final = frozenset(
-    {
-        MessageKind.PROBE_PREFILL,
-        MessageKind.RESTORE_PREFILL,
-        MessageKind.TRY_RESTORE_PREFILL,
-        MessageKind.TRY_RESTORE_PREFILL_DECODE,
-    }
-)
 
 MAX_WINDOW_TOKENS: Final = 64
 """Each token of a verify window takes a row of logits, and engines keep that memory: up to 1 MB a row."""
