@@ -32,7 +32,7 @@ from .common import BenchError, Report, Spread, in_turn, machine, parser, ratios
 from .load import Job, LoadProcess, Outcome
 from .prompts import cold_prompt
 from .servers import Server, chat_body, completion_body, llamacpp_server, skippy_server
-from .serving import available
+from .serving import read_arms
 
 ARMS: Final = ("skippy 3 stages", "skippy", "llama.cpp")
 DEFAULT_ARMS: Final = ("skippy 3 stages", "llama.cpp")
@@ -249,13 +249,10 @@ def read_settings() -> tuple[Settings, Path]:
     made.add_argument("--skippy-option", action="append", default=[], metavar="OPTION", help="of skippy run")
     made.add_argument("--quick", action="store_true", help="a minute: 2 rounds, a prefix of at most 1000")
     args = made.parse_args()
-    arms = args.arms.split(",") if args.arms else list(DEFAULT_ARMS)
-    if unknown := set(arms) - set(ARMS):
-        made.error(f"--arms: {', '.join(sorted(unknown))} is unknown; there are {', '.join(ARMS)}")
     prefix = min(args.prefix, 1000) if args.quick else args.prefix
     settings = Settings(
         model=find_model(args.model).resolve(),
-        arms=available(arms, bool(args.arms), args.peer_python),
+        arms=read_arms(made, args, ARMS, DEFAULT_ARMS),
         rounds=min(args.rounds, 2) if args.quick else args.rounds,
         prefix=prefix,
         tail=args.tail,

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,16 @@ def run(settings: Settings) -> Levels:
     return samples
 
 
+def read_arms(
+    made: ArgumentParser, args: Namespace, known: Sequence[str], default: Sequence[str]
+) -> list[str]:
+    """The arms to run: those of ``--arms``, else of ``default``, as far as ``--peer-python`` can."""
+    arms = args.arms.split(",") if args.arms else default
+    if unknown := set(arms) - set(known):
+        made.error(f"--arms: {', '.join(sorted(unknown))} is unknown; there are {', '.join(known)}")
+    return available(arms, bool(args.arms), args.peer_python)
+
+
 def available(arms: Sequence[str], asked: bool, python: str) -> list[str]:
     """The arms that can be run; what is missing is told, or, where it was asked for by name, an error."""
     found = []
@@ -212,13 +223,10 @@ def read_settings() -> tuple[Settings, Path]:
         "--quick", action="store_true", help="two minutes: levels 1 and 8, three arms, 3 rounds"
     )
     args = made.parse_args()
-    arms = args.arms.split(",") if args.arms else list(QUICK_ARMS if args.quick else ARMS)
-    if unknown := set(arms) - set(ARMS):
-        made.error(f"--arms: {', '.join(sorted(unknown))} is unknown; there are {', '.join(ARMS)}")
     quick = args.quick
     settings = Settings(
         model=find_model(args.model).resolve(),
-        arms=available(arms, bool(args.arms), args.peer_python),
+        arms=read_arms(made, args, ARMS, QUICK_ARMS if quick else ARMS),
         levels=[1, 8] if quick else [int(level) for level in args.levels.split(",")],
         rounds=min(args.rounds, 3) if quick else args.rounds,
         threads=args.threads,
