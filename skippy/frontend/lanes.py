@@ -198,7 +198,7 @@ class LanePool:
         pooled.lane.machine.lease()
         return pooled
 
-    async def wait_kept(self, namespace: str, tokens: Sequence[int], known: int) -> None:
+    async def wait_kept(self, namespace: str, tokens: Sequence[int], known: int) -> bool:
         """Wait, up to KEEP_WAIT_SECS, for lanes being cleaned whose stages may then keep more of ``tokens``.
 
         An answer's end reaches its client before the stages hear of it: the next turn of a chat must find
@@ -206,15 +206,21 @@ class LanePool:
 
         Args:
             known: so many tokens the stages are known to have already.
+
+        Returns:
+            Whether there was any such lane, so that there may be more by now.
         """
 
         def promising() -> bool:
             left = (pooled.left for pooled in self._lanes if pooled.left is not None)
             return any(space == namespace and shares_more(path, tokens, known) for space, path in left)
 
+        if not promising():
+            return False
         with trio.move_on_after(KEEP_WAIT_SECS):
             while promising():
                 await self._cleaned.park()
+        return True
 
     def _tell(self, pooled: PooledLane) -> None:
         for changed in self._watchers:

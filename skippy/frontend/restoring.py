@@ -114,8 +114,8 @@ class Restorer:
         if len(tokens) < least:
             return NOTHING
         length = cache.longest(request.namespace, tokens)
-        await self._pool.wait_kept(request.namespace, tokens, max(length, least - 1))
-        length = cache.longest(request.namespace, tokens)
+        if await self._pool.wait_kept(request.namespace, tokens, max(length, least - 1)):
+            length = cache.longest(request.namespace, tokens)
         if not length:
             cache.missed()
         if length and audit:
