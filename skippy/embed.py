@@ -41,18 +41,36 @@ from skippy.frontend.server import serve_http
 from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
 from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice, weights_sha256
-from skippy.stage import Stage, StageStartError, open_stage as _open_stage
+from skippy.stage import (
+    ControlPiece,
+    InventoryEntry,
+    Stage,
+    StageStartError,
+    Tokenizer,
+    TokenizeRequest,
+    TokenizerError,
+    TokenizeResult,
+    TokenizerIdentity,
+    open_stage as _open_stage,
+)
 from skippy.stage.admission import ModelIdentity, dialled_ranges, identify_model
 from skippy.stage.links import MemoryTransport, TcpTransport, TlsFiles, Transport
 from skippy.stage.nurseries import open_hidden_nursery
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, get_logger, names
 
 __all__ = [
+    "ControlPiece",
+    "InventoryEntry",
     "MemoryTransport",
     "OpenAIEndpoint",
     "Stage",
     "StageStartError",
     "TcpTransport",
+    "TokenizeRequest",
+    "TokenizeResult",
+    "Tokenizer",
+    "TokenizerError",
+    "TokenizerIdentity",
     "Transport",
     "open_openai",
     "open_stage",

@@ -27,8 +27,10 @@ from .errors import ApiError, from_generation_error, internal_error
 from .generation import GenerationError, Generator
 from .options import FrontendOptions
 from .responses import dump
+from .routing import Bodies
 from .schemas import check_model
 from .service import Caller, CompletionService
+from .tokenizing import add_tokenizer_routes
 
 _EXTENSION = "skippy"
 
@@ -59,6 +61,7 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     _add_status_routes(app, service)
     _add_completion_routes(app, service, options)
     _add_cache_routes(app, generator)
+    add_tokenizer_routes(app, generator.tokenizer, generator.model_id, Bodies(options))
     return app
 
 

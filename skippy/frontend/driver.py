@@ -15,7 +15,7 @@ import trio
 from skippy.config import OpenAIOptions
 from skippy.engine import Vocabulary
 from skippy.protocol import PositionLogProbabilities, ReplyStats
-from skippy.stage import GenerationSettings, LaneLost, SettingsRefused, Stage, StageError
+from skippy.stage import GenerationSettings, LaneLost, SettingsRefused, Stage, StageError, Tokenizer
 from skippy.telemetry import Level, Telemetry, names
 
 from .admission import Admission, AdmissionGate
@@ -95,6 +95,10 @@ class ChainGenerator:
     @property
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._stage.tokenizer
 
     @property
     def unready(self) -> str | None:

@@ -14,6 +14,7 @@ import attrs
 
 from skippy.engine import Vocabulary
 from skippy.protocol import PositionLogProbabilities, SamplingConfig
+from skippy.stage import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -169,6 +170,9 @@ class Generator(Protocol):
 
     @property
     def vocabulary(self) -> Vocabulary: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
     @property
     def unready(self) -> str | None:

@@ -18,11 +18,22 @@ from .queues import PendingReply
 from .runs import ChainRun, LocalRun
 from .service import Stage, open_stage
 from .settings import GenerationSettings
+from .tokenizer import (
+    ControlPiece,
+    InventoryEntry,
+    Tokenizer,
+    TokenizeRequest,
+    TokenizerError,
+    TokenizeResult,
+    TokenizerIdentity,
+)
 
 __all__ = [
     "ChainRun",
+    "ControlPiece",
     "DownstreamUnavailable",
     "GenerationSettings",
+    "InventoryEntry",
     "Lane",
     "LaneLost",
     "LocalRun",
@@ -33,5 +44,10 @@ __all__ = [
     "Stage",
     "StageError",
     "StageStartError",
+    "TokenizeRequest",
+    "TokenizeResult",
+    "Tokenizer",
+    "TokenizerError",
+    "TokenizerIdentity",
     "open_stage",
 ]

@@ -8,6 +8,7 @@ Comparison and bytes: :mod:`skippy.protocol.admission`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,7 @@ import attrs
 
 from skippy.config import StageConfig, StageTopology
 from skippy.engine import EngineInfo
-from skippy.models import RULES_VERSION, GGUFHeader, LayerRangeError, SliceInfo, plan_slice
+from skippy.models import RULES_VERSION, GGUFHeader, LayerRangeError, SliceInfo, plan_slice, weights_sha256
 from skippy.models.info import is_slice, split_layer_name
 from skippy.protocol import (
     ANNEX_EXTENSION,
@@ -54,6 +55,8 @@ class ModelIdentity:
         rules: how parts are made of it.
         backend: what computes.
         tensors: names of the tensors of ``[start, end)``, ascending; None where this stage cannot know.
+        source_sha256: finds the digest of the whole model's file, in hex; may read all of it, and raise
+            ModelError. None: this stage cannot know it.
         state_readers: who can read states of this stage (:func:`skippy.kv.identity.stage_identity`), where
             anybody has to know.
     """
@@ -63,6 +66,7 @@ class ModelIdentity:
     rules: str
     backend: str
     tensors: Callable[[int, int], tuple[str, ...] | None]
+    source_sha256: Callable[[], str] | None = None
     state_readers: bytes | None = None
 
 
@@ -94,6 +98,7 @@ def identify_model(part: SliceInfo, source: Path, ranges: Iterable[Range]) -> Mo
         rules=f"skippy-slice-rules:{RULES_VERSION}",
         backend=f"{ENGINE_PACKAGE} {_engine_version()}",
         tensors=lambda start, end: known.get((start, end)),
+        source_sha256=functools.partial(weights_sha256, part),
     )
 
 

@@ -28,15 +28,17 @@ from .nurseries import open_hidden_nursery
 from .returns import ReturnHub
 from .runtime import InlineRuntime, Runtime, open_runtime_thread
 from .scheduler import Scheduler, open_scheduler
+from .tokenizer import Tokenizer, TokenizerError
 
 
 class Stage:
     """One stage that is loaded and listening. Made by :func:`open_stage`."""
 
-    def __init__(self, context: StageContext, endpoint: Endpoint) -> None:
+    def __init__(self, context: StageContext, endpoint: Endpoint, tokenizer: Tokenizer | None = None) -> None:
         self.context = context
         self.endpoint = endpoint
         """Where it listens, with the real port."""
+        self._tokenizer = tokenizer
 
     @property
     def config(self) -> StageConfig:
@@ -46,6 +48,18 @@ class Stage:
     def vocabulary(self) -> Vocabulary | None:
         """The tokenizer; None on a middle stage."""
         return self.context.scheduler.vocabulary
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer as a capability of its own, on stage 0.
+
+        Raises:
+            TokenizerError: ``stage_zero_required``.
+        """
+        if self._tokenizer is None:
+            text = f"{self.config.stage_id} is not stage 0, which alone serves its tokenizer"
+            raise TokenizerError("stage_zero_required", text)
+        return self._tokenizer
 
     @property
     def info(self) -> EngineInfo:
@@ -104,7 +118,7 @@ async def open_stage(
             open_cache(config, scheduler, identity=readers, inline=not runtime.threads)
         )
         context = _make_context(config, topology, options, scheduler, links, telemetry, identity, cache)
-        stage = Stage(context, listener.endpoint)
+        stage = Stage(context, listener.endpoint, _tokenizer(context, identity))
         telemetry.emit(
             names.STAGE_BINARY_SERVER_START,
             stage_id=config.stage_id,
@@ -172,6 +186,14 @@ async def _open_scheduler(
             if runtime.broken:
                 telemetry.emit(names.STAGE_SCHEDULER_WORKER_PANIC, failure_contained=False)
             telemetry.emit(names.STAGE_EMBEDDED_RUNTIME_STOPPED, stage_id=config.stage_id)
+
+
+def _tokenizer(context: StageContext, identity: ModelIdentity | None) -> Tokenizer | None:
+    vocabulary = context.scheduler.vocabulary
+    if context.stage_index or vocabulary is None:
+        return None
+    digest = None if identity is None else identity.source_sha256
+    return Tokenizer(vocabulary, context.config.model_id, digest)
 
 
 def _count_stages(config: StageConfig, topology: StageTopology | None, info: EngineInfo) -> int:

@@ -14,6 +14,7 @@ from skippy.frontend.app import create_app
 from skippy.frontend.generation import FinishReason, GenerationError, GenerationRequest, Timings
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
+from skippy.stage import Tokenizer
 
 MODEL = "org/toy:Q4"
 
@@ -71,6 +72,7 @@ class ScriptedGenerator:
         self.script = script
         self.context_length = context_length
         self.vocabulary = vocabulary or ToyVocabulary()
+        self.tokenizer = Tokenizer(self.vocabulary, MODEL, lambda: "ab" * 32)
         self.model_id = MODEL
         self.unready: str | None = None
         self.requests: list[GenerationRequest] = []

@@ -1,0 +1,44 @@
+"""What the modules of the routes share: bodies in, JSON out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import trio
+from quart import Response, request
+
+from .connection import read_json_body
+from .options import FrontendOptions
+from .responses import dump
+
+T = TypeVar("T")
+
+# Larger bodies are parsed in a thread, so that they hold up nobody's stream.
+_INLINE_PARSE_BYTES: Final = 64 * 1024
+
+
+def json_answer(value: Any, status: int = 200) -> Response:
+    return Response(dump(value), status=status, content_type="application/json")
+
+
+class Bodies:
+    """Reads and parses the bodies of one application's requests."""
+
+    def __init__(self, options: FrontendOptions) -> None:
+        self._options = options
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def parsed(self, parse: Callable[[bytes], T]) -> T:
+        """What ``parse`` makes of the body of the request that is being answered.
+
+        Raises:
+            ApiError: as ``parse`` does; 415, 413, 408: as :func:`read_json_body` does.
+        """
+        options = self._options
+        body = await read_json_body(
+            request, limit=options.max_body_bytes, timeout_secs=options.body_timeout_secs
+        )
+        if len(body) <= _INLINE_PARSE_BYTES:
+            return parse(body)
+        return await trio.to_thread.run_sync(parse, body, limiter=self._limiter)
