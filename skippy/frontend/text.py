@@ -24,6 +24,16 @@ class Detokeniser:
         return self._decoder.decode(b"", final=True)
 
 
+def longest_prefix(text: str, words: Sequence[str], start: int = 0) -> int:
+    """Where the longest end of ``text[start:]`` begins that is a proper prefix of one of ``words``."""
+    longest = max(map(len, words))
+    for at in range(max(start, len(text) - longest + 1), len(text)):
+        tail = text[at:]
+        if any(len(word) > len(tail) and word.startswith(tail) for word in words):
+            return at
+    return len(text)
+
+
 class StopMatcher:
     """Text in, text out, up to the first stop string.
 
@@ -53,7 +63,7 @@ class StopMatcher:
         if self._stopped or self._pattern is None:
             return "" if self._stopped else text
         text = self._held + text
-        keep = self._first_prefix(text)
+        keep = longest_prefix(text, self._stops)
         match = self._pattern.search(text)
         # A longer stop string that began earlier may still complete: wait for it.
         if match is not None and match.start() <= keep:
@@ -72,12 +82,3 @@ class StopMatcher:
             return text
         self._stopped = True
         return text[: match.start()]
-
-    def _first_prefix(self, text: str) -> int:
-        """Where the longest end of ``text`` begins that is a proper prefix of a stop string."""
-        longest = len(self._stops[-1])
-        for start in range(max(0, len(text) - longest + 1), len(text)):
-            tail = text[start:]
-            if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
-                return start
-        return len(text)

@@ -1,0 +1,36 @@
+"""Tool calls and reasoning in what models write: formats, and an incremental parser. Knows no route."""
+
+from .deltas import (
+    Answer,
+    CallArguments,
+    CallBegin,
+    CallBroken,
+    CallEnd,
+    Content,
+    Delta,
+    Reasoning,
+    ToolCall,
+    collect,
+)
+from .formats import THINK, ReasoningTags, ToolFormat, marks, reasoning_tags, tool_format
+from .parser import OutputParser
+
+__all__ = [
+    "THINK",
+    "Answer",
+    "CallArguments",
+    "CallBegin",
+    "CallBroken",
+    "CallEnd",
+    "Content",
+    "Delta",
+    "OutputParser",
+    "Reasoning",
+    "ReasoningTags",
+    "ToolCall",
+    "ToolFormat",
+    "collect",
+    "marks",
+    "reasoning_tags",
+    "tool_format",
+]
