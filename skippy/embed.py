@@ -32,6 +32,7 @@ from skippy.config import (
     check_against_topology,
     check_links,
 )
+from skippy.config.access import ANY
 from skippy.engine import EngineOptions, ModelLoadError, StageEngine, usable_cores
 from skippy.frontend.app import create_app
 from skippy.frontend.driver import ChainGenerator
@@ -341,6 +342,8 @@ async def open_openai(
             keeps_prompts_on_disk=stage.context.cache is not None
             and stage.context.cache.settings.directory is not None,
             telemetry=telemetry,
+            access=options,
+            host_names=() if options.bind_endpoint.ip is not None else (options.bind_endpoint.host,),
         ),
     )
     shutdown = trio.Event()
@@ -354,7 +357,7 @@ async def open_openai(
     # HTTP ends before the lanes do, so that open streams end with a word about the shutdown.
     async with _pool_running(pool), open_hidden_nursery() as nursery:
         host, port = await nursery.start(serve)
-        _warn_if_open(Endpoint(host, port))
+        _warn_if_open(Endpoint(host, port), options)
         telemetry.emit(
             names.STAGE_OPENAI_SERVER_START, bind_addr=f"{host}:{port}", generation_concurrency=lanes
         )
@@ -364,13 +367,23 @@ async def open_openai(
             shutdown.set()
 
 
-def _warn_if_open(endpoint: Endpoint) -> None:
+def _warn_if_open(endpoint: Endpoint, options: OpenAIOptions) -> None:
+    """Say so where anyone may use the model, from a network or by a web page."""
+    if options.api_keys:
+        return
     if endpoint.beyond_loopback:
         get_logger("skippy").warning(
             "ANYONE WHO REACHES THIS ADDRESS CAN USE THE MODEL: the OpenAI endpoint listens beyond loopback "
-            "and has no authentication; bind it to 127.0.0.1, behind a proxy that checks clients if need be",
+            "and asks for no API key; give --api-key-file, or bind it to 127.0.0.1",
             endpoint=str(endpoint),
         )
+    for option in ("cors_origins", "allowed_hosts"):
+        if ANY in getattr(options, option):
+            get_logger("skippy").warning(
+                f"ANY WEB PAGE CAN USE THE MODEL: {option} has '*', and the OpenAI endpoint asks for no API "
+                f"key; give --api-key-file, or name what is to be allowed",
+                endpoint=str(endpoint),
+            )
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import httpx
 
+from .endpoint_flags import api_key_option, key_headers, url_option
 from .errors import CliError
 
 with contextlib.suppress(ImportError):  # line editing and history for input(), where the system has it
@@ -30,7 +31,8 @@ def _check_finite(_context: click.Context, _parameter: click.Parameter, value: f
 
 
 @click.command("chat")
-@click.option("--url", default="http://127.0.0.1:9337/v1", show_default=True, help="The endpoint.")
+@url_option
+@api_key_option
 @click.option("--model", help="The model; default: the first the endpoint lists.")
 @click.option("--system", help="A system message to start with.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Limit of one answer, in tokens.")
@@ -38,11 +40,17 @@ def _check_finite(_context: click.Context, _parameter: click.Parameter, value: f
     "--temperature", type=click.FloatRange(min=0), callback=_check_finite, help="Sampling temperature."
 )
 def chat(
-    url: str, model: str | None, system: str | None, max_tokens: int | None, temperature: float | None
+    url: str,
+    api_key: str | None,
+    model: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
 ) -> None:
     """Chat with a running endpoint."""
     _open_terminal()
-    with httpx.Client(timeout=httpx.Timeout(10, read=None), trust_env=False) as client:
+    timeout = httpx.Timeout(10, read=None)
+    with httpx.Client(timeout=timeout, trust_env=False, headers=key_headers(api_key)) as client:
         endpoint = ChatEndpoint(client, url)
         name = valid_text(model) if model else endpoint.first_model()
         settings = {"max_tokens": max_tokens, "temperature": temperature}

@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 
 from skippy.config import (
+    AccessOptions,
     Endpoint,
     KvCacheConfig,
     OpenAIOptions,
@@ -58,6 +59,7 @@ class DemoOptions:
     replay_on_stage_loss: bool = True
     replay_timeout_secs: float = 60.0
     kv_cache: KvCacheConfig | None = None
+    access: AccessOptions = attrs.field(factory=AccessOptions)
     telemetry_level: str = "off"
     grace_secs: float = DEFAULT_GRACE_SECS
 
@@ -161,6 +163,7 @@ def _describe(
             bind_addr=str(endpoint_of(openai_listener)),
             replay_on_stage_loss=options.replay_on_stage_loss,
             replay_timeout_secs=options.replay_timeout_secs,
+            **attrs.asdict(options.access),
         ),
         grace_secs=options.grace_secs,
     )

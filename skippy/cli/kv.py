@@ -11,15 +11,13 @@ import click
 import httpx
 
 from .chat import error_text, printable
+from .endpoint_flags import api_key_option, base_url, key_headers, url_option
 from .errors import CliError
 
 TIMEOUT_SECS = 70.0
 """Above the longest that emptying the caches of a chain may take."""
 _COLUMNS = ("namespace", "tokens", "held in", "state", "used", "refs", "chunks", "alone")
 
-url_option = click.option(
-    "--url", default="http://127.0.0.1:9337/v1", show_default=True, help="The endpoint."
-)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the endpoint's answer as it is.")
 
 
@@ -30,11 +28,12 @@ def kv() -> None:
 
 @kv.command("ls", short_help="List what stage 0 remembers.")
 @url_option
+@api_key_option
 @json_option
-def list_entries(url: str, as_json: bool) -> None:
+def list_entries(url: str, api_key: str | None, as_json: bool) -> None:
     """List what stage 0 remembers, the entry that was used longest ago first."""
     with _fields(url):
-        report = _ask("GET", url)
+        report = _ask("GET", url, api_key)
         if as_json:
             click.echo(json.dumps(report, indent=2))
         elif not report["enabled"]:
@@ -46,11 +45,12 @@ def list_entries(url: str, as_json: bool) -> None:
 
 @kv.command("stats", short_help="Show sizes and counts.")
 @url_option
+@api_key_option
 @json_option
-def stats(url: str, as_json: bool) -> None:
+def stats(url: str, api_key: str | None, as_json: bool) -> None:
     """Show what stage 0 holds and has counted, and what the replies of all stages have said."""
     with _fields(url):
-        report = _ask("GET", url)
+        report = _ask("GET", url, api_key)
         if as_json:
             click.echo(json.dumps({key: report[key] for key in report if key != "entries"}, indent=2))
             return
@@ -64,25 +64,26 @@ def stats(url: str, as_json: bool) -> None:
 
 @kv.command("drop", short_help="Have every stage forget.")
 @url_option
+@api_key_option
 @click.option("--all", "everything", is_flag=True, help="Forget everything.")
 @click.option(
     "--namespace",
     metavar="DIGITS",
     help="Forget namespaces that begin so, as `kv ls` shows them; `common`: that of requests without keys.",
 )
-def drop(url: str, everything: bool, namespace: str | None) -> None:
+def drop(url: str, api_key: str | None, everything: bool, namespace: str | None) -> None:
     """Have every stage forget what it remembers; requests that run are not disturbed."""
     if everything == (namespace is not None):
         raise click.UsageError("give either --all or --namespace DIGITS")
     with _fields(url):
-        answer = _ask("DELETE", url, {"namespace": "all" if everything else namespace})
+        answer = _ask("DELETE", url, api_key, {"namespace": "all" if everything else namespace})
         click.echo(f"forgotten on every stage; on stage 0 {answer['dropped']} entries")
 
 
-def _ask(method: str, url: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
-    where = url.rstrip("/").removesuffix("/v1") + "/kv"
+def _ask(method: str, url: str, api_key: str | None, query: dict[str, Any] | None = None) -> dict[str, Any]:
+    where = base_url(url) + "/kv"
     try:
-        with httpx.Client(timeout=TIMEOUT_SECS, trust_env=False) as client:
+        with httpx.Client(timeout=TIMEOUT_SECS, trust_env=False, headers=key_headers(api_key)) as client:
             response = client.request(method, where, params=query)
     except httpx.ConnectError as error:
         raise CliError(f"{where}: {error}; is `skippy run` serving there?") from None

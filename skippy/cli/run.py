@@ -12,9 +12,10 @@ import trio
 from click.core import ParameterSource
 
 from skippy import __version__
+from skippy.config import AccessOptions
 from skippy.telemetry import configure_logging
 
-from . import flags, kv_flags
+from . import access_flags, flags, kv_flags
 from .demo import DemoOptions, prepare
 from .ending import ending_in_order
 from .launch import Chain
@@ -89,6 +90,7 @@ DEMO_ONLY = (
 @flags.connect_timeout_option
 @flags.peer_timeout_option
 @flags.replay_options
+@access_flags.access_options
 @kv_flags.kv_options
 @flags.link_security_options
 @flags.grace_option
@@ -132,9 +134,10 @@ def run_demo(verbose: bool, telemetry_level: str | None, max_restarts: int, **va
     """Run a whole chain on this machine."""
     level = telemetry_level or ("summary" if verbose else "off")
     kv_cache = kv_flags.kv_cache(values)
+    access = AccessOptions(**access_flags.take_access(values))
     configure_logging()
     with ending_in_order():
-        chain = prepare(DemoOptions(telemetry_level=level, kv_cache=kv_cache, **values))
+        chain = prepare(DemoOptions(telemetry_level=level, kv_cache=kv_cache, access=access, **values))
     with (
         SliceProgress(f"{len(chain.children)} stages") as progress,
         stop_signals(chain.grace_secs + LATE_SECS, abandon=chain.kill) as stop,
@@ -182,12 +185,14 @@ def welcome(chain: Chain) -> str:
             f"on {config.bind_addr}  process {pid}"
         )
     quoted = request.replace("'", "'\\''")
+    keyed = bool(chain.openai.api_keys)
+    header, option = (" -H 'Authorization: Bearer KEY'", " --api-key KEY") if keyed else ("", "")
     lines += [
         f"OpenAI endpoint: {url}" + (f" (listens on {bound})" if bound.beyond_loopback else ""),
-        f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{quoted}'",
-        f"or: {own_command()} chat" + ("" if url == "http://127.0.0.1:9337/v1" else f" --url {url}"),
+        f"try: curl {url}/chat/completions{header} -H 'Content-Type: application/json' -d '{quoted}'",
+        f"or: {own_command()} chat{option}" + ("" if url == "http://127.0.0.1:9337/v1" else f" --url {url}"),
         "Ctrl-C stops everything.",
     ]
-    if bound.beyond_loopback:
-        lines.append(f"WARNING: anyone who reaches {bound} can use the model: there is no authentication.")
+    if bound.beyond_loopback and not keyed:
+        lines.append(f"WARNING: anyone who reaches {bound} can use the model: no API key is asked for.")
     return "\n".join(lines)

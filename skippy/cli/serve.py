@@ -11,7 +11,7 @@ import click
 from skippy import embed
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology
 
-from . import flags
+from . import access_flags, flags
 from .errors import SettingError
 from .serving import serve_one
 from .statistics import log_statistics
@@ -52,16 +52,18 @@ def serve_on_terminal(
 
 
 def openai_from_flags(bind_addr: str, values: dict[str, Any]) -> OpenAIOptions:
-    """OpenAIOptions from the values of :func:`flags.openai_options`, which are taken out of ``values``."""
+    """OpenAIOptions from the flags of an endpoint, which are taken out of ``values``."""
+    access = access_flags.take_access(values)
     names = [field.name for field in attrs.fields(OpenAIOptions) if field.name in values]
-    return OpenAIOptions(bind_addr=bind_addr, **{name: values.pop(name) for name in names})
+    return OpenAIOptions(bind_addr=bind_addr, **access, **{name: values.pop(name) for name in names})
 
 
 def refuse_idle_flags(openai: OpenAIOptions) -> None:
     """Refuse settings of an endpoint that is not asked for."""
     for field in attrs.fields(OpenAIOptions):
         if getattr(openai, field.name) != field.default:
-            flag = flags.REPLAY_FLAGS.get(field.name) or f"--openai-{field.name.replace('_', '-')}"
+            shared = flags.REPLAY_FLAGS | access_flags.FLAGS
+            flag = shared.get(field.name) or f"--openai-{field.name.replace('_', '-')}"
             raise click.UsageError(f"{flag} needs --openai-bind-addr")
 
 
@@ -85,6 +87,7 @@ def openai_if_asked(
 @flags.grace_option
 @click.option("--openai-bind-addr", metavar="HOST:PORT", help="Also serve OpenAI here (stage 0 only).")
 @flags.openai_options("openai-")
+@access_flags.access_options
 @flags.draft_options
 def serve_binary(
     config_path: Path | None,
@@ -107,6 +110,7 @@ def serve_binary(
     "--bind-addr", default="127.0.0.1:9337", show_default=True, metavar="HOST:PORT", help="Serve HTTP here."
 )
 @flags.openai_options("")
+@access_flags.access_options
 @flags.off("--first-stage-addr", "serving for a first stage in another process is")
 @click.option(
     "--startup-timeout-secs",

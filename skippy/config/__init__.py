@@ -4,6 +4,7 @@ All values are frozen and valid once they exist; a wrong one raises :class:`Conf
 A leaf: anyone may import it, it imports nothing of skippy.
 """
 
+from .access import AccessOptions
 from .endpoint import Endpoint
 from .errors import ConfigError
 from .files import load_stage_config, load_topology, stage_config_from_json, topology_from_json
@@ -16,6 +17,7 @@ from .switches import switched_on
 from .topology import StagePlacement, StageTopology, check_against_topology
 
 __all__ = [
+    "AccessOptions",
     "ConfigError",
     "Endpoint",
     "KvCacheConfig",

@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 
 import attrs
 
+from .access import AccessOptions
 from .endpoint import Endpoint
 from .errors import ConfigError
 from .fields import key, require, require_range, require_text
@@ -189,7 +190,7 @@ def _chunk_schedule(value: str | Sequence[int] | None) -> tuple[int, ...] | None
 
 
 @attrs.frozen(slots=True, kw_only=True)
-class OpenAIOptions:
+class OpenAIOptions(AccessOptions):
     """The OpenAI endpoint of a stage 0."""
 
     bind_addr: str = key("Where HTTP is served: `host:port`, port 0 for any.", default="127.0.0.1:9337")
@@ -259,6 +260,7 @@ class OpenAIOptions:
 
     def __attrs_post_init__(self) -> None:
         _ = self.bind_endpoint
+        self.check_access()
         require_text(self, "model_id")
         require_range(self, 1, U32_MAX, "default_max_tokens")
         require_range(self, 1, I32_MAX, "generation_concurrency", "prefill_chunk_size")

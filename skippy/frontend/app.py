@@ -14,6 +14,7 @@ from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
+from .access import AccessPolicy
 from .cache_view import parse_namespace
 from .connection import (
     OwningConnection,
@@ -25,6 +26,7 @@ from .connection import (
 )
 from .errors import ApiError, from_generation_error, internal_error
 from .generation import GenerationError, Generator
+from .guard import guard
 from .options import FrontendOptions
 from .responses import dump
 from .routing import Bodies
@@ -57,8 +59,10 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     async def start_renderer() -> None:
         await app.nursery.start(service.renderer.run)
 
+    policy = AccessPolicy(options.access, options.host_names)
+    guard(app, policy)
     _add_errors(app)
-    _add_status_routes(app, service)
+    _add_status_routes(app, service, policy)
     _add_completion_routes(app, service, options)
     _add_cache_routes(app, generator)
     add_tokenizer_routes(app, generator.tokenizer, generator.model_id, Bodies(options))
@@ -108,13 +112,8 @@ def _add_errors(app: QuartTrio) -> None:
             response.headers["allow"] = ", ".join(sorted(error.valid_methods))
         return response
 
-    @app.after_request
-    async def echo_request_id(response: Response) -> Response:
-        response.headers["x-request-id"] = request_id(request)
-        return response
 
-
-def _add_status_routes(app: QuartTrio, service: CompletionService) -> None:
+def _add_status_routes(app: QuartTrio, service: CompletionService, policy: AccessPolicy) -> None:
     model = {
         "id": service.model_id,
         "object": "model",
@@ -130,7 +129,8 @@ def _add_status_routes(app: QuartTrio, service: CompletionService) -> None:
     @app.get("/readyz")
     async def ready() -> Response:
         if (why := service.unready) is not None:
-            raise ApiError(why, status=503)
+            # Names hosts of the chain, which are for those with a key.
+            raise ApiError(why if policy.has_key(credentials(request)) else "not ready", status=503)
         return _json({"status": "ready"})
 
     @app.get("/v1/models")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from typing import Any, Final, cast
 
 import trio
 from quart import g
 from quart.asgi import ASGIHTTPConnection
-from quart.wrappers import Request
+from quart.wrappers import Request, Websocket
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from .direct import EXTENSION, DirectBody
 from .errors import ApiError
 
 _NURSERY: Final = "skippy.nursery"
+_STACK: Final = "skippy.stack"
 # A body over the limit is read on and dropped up to this factor, so that the client gets to see the 413.
 _DRAIN_FACTOR: Final = 16
 
@@ -33,14 +35,16 @@ class OwningConnection(TrioASGIHTTPConnection):
     async def handle_request(  # type: ignore[override]
         self, nursery: trio.Nursery, request: Request, send: Any
     ) -> None:
-        cast(dict[str, Any], request.scope)[_NURSERY] = nursery
+        scope = cast(dict[str, Any], request.scope)
+        scope[_NURSERY] = nursery
 
         async def watched_send(message: Any) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 self._complete = True
             await send(message)
 
-        await super().handle_request(nursery, request, watched_send)
+        with contextlib.ExitStack() as scope[_STACK]:
+            await super().handle_request(nursery, request, watched_send)
 
     async def handle_messages(  # type: ignore[override]
         self, nursery: trio.Nursery, request: Request, receive: Any
@@ -58,13 +62,19 @@ def connection_nursery(request: Request) -> trio.Nursery:
     return nursery
 
 
+def exit_stack(request: Request) -> contextlib.ExitStack:
+    """What is left when the whole response has been sent, or never will be."""
+    stack: contextlib.ExitStack = cast(dict[str, Any], request.scope)[_STACK]
+    return stack
+
+
 def direct_body(request: Request) -> DirectBody | None:
     """The way past the ASGI server for the response's body, where the server offers it."""
     extensions = cast(dict[str, Any], request.scope).get("extensions") or {}
     return cast("DirectBody | None", extensions.get(EXTENSION, {}).get("body"))
 
 
-def request_id(request: Request) -> str:
+def request_id(request: Request | Websocket) -> str:
     """The client's ``x-request-id`` if it is a UUID, else a new one; always in canonical form."""
     if "request_id" not in g:
         given = request.headers.get("x-request-id", "")
@@ -76,7 +86,17 @@ def request_id(request: Request) -> str:
     return cast(str, g.request_id)
 
 
-def credentials(request: Request) -> str | None:
+def set_key(key: bytes | None) -> None:
+    """Say which of the server's keys the request has shown; None where it asks for none."""
+    g.key = key
+
+
+def shown_key() -> bytes | None:
+    """What :func:`set_key` was told."""
+    return cast("bytes | None", g.key)
+
+
+def credentials(request: Request | Websocket) -> str | None:
     """The API key that a request brings, wherever clients put one; None: none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":  # another scheme's are the whole value

@@ -14,6 +14,8 @@ from .generation import GenerationError
 # Words for statuses that are raised by the framework rather than by us.
 _CODES: Final = {
     400: "invalid_value",
+    401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",

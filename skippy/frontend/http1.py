@@ -16,6 +16,7 @@ from hypercorn.protocol.h11 import H11Protocol
 
 from .direct import OfferingApp
 from .errors import ApiError
+from .guard import SECURITY_HEADERS
 from .responses import dump
 
 # With which every response of h11's begins.
@@ -103,6 +104,7 @@ class EnvelopeProtocol(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
             (b"x-request-id", str(uuid.uuid4()).encode()),
+            *((name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items()),
             *self.config.response_headers("h11"),
         ]
         await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))

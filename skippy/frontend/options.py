@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from skippy.config import AccessOptions
 from skippy.telemetry import Telemetry
 
 MIB = 1024 * 1024
@@ -39,6 +40,8 @@ class FrontendOptions:
         keeps_prompts_on_disk: cached prompts outlive the process, so that clients may ask for that.
         max_prompt_bytes: size of a rendered prompt, in bytes of UTF-8.
         telemetry: where trace points go; None drops them.
+        access: who may use the endpoint.
+        host_names: under which it may be asked, beside those that ``access`` has.
     """
 
     default_max_tokens: int | None = attrs.field(default=None, validator=_at_least_one)
@@ -52,3 +55,5 @@ class FrontendOptions:
     max_prompt_bytes: int = attrs.field(default=4 * MIB, validator=_at_least_one)
     keeps_prompts_on_disk: bool = False
     telemetry: Telemetry | None = None
+    access: AccessOptions = attrs.field(factory=AccessOptions)
+    host_names: tuple[str, ...] = ()

@@ -83,7 +83,7 @@ class Client:
         body = json.dumps(
             {"model": "toy", "prompt": "a", "max_tokens": CONTEXT - 10, "stream": True, "temperature": 0}
         )
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body.encode())
         begin = connection.recv(200)
         assert begin.startswith(b"HTTP/1.1 200"), begin

@@ -5,19 +5,31 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import attrs
 import click
 import pytest
 
 from skippy import __version__
-from skippy.cli.errors import CliError, explain
+from skippy.cli.access_flags import access_options, read_api_keys, take_access
+from skippy.cli.errors import CliError, SettingError, explain
 from skippy.cli.flags import read_link_token, read_stage, stage_options
 from skippy.cli.main import cli
-from skippy.config import ConfigError, Endpoint, stage_config_from_json
+from skippy.config import (
+    AccessOptions,
+    ConfigError,
+    Endpoint,
+    OpenAIOptions,
+    from_json_value,
+    stage_config_from_json,
+    to_json_value,
+)
 from skippy.models import GGUFError, GGUFHeader, LayerRangeError, SliceInfo
 from skippy.stage import StageStartError
 
@@ -195,6 +207,12 @@ def test_off_values_are_accepted(capsys: Capture, command: str, arguments: list[
         (["--openai-model-id", "m"], "--openai-model-id needs --openai-bind-addr"),
         (["--openai-prefill-chunk-size", "64"], "--openai-prefill-chunk-size needs --openai-bind-addr"),
         (["--link-token-file", "none"], "--link-token-file: none: No such file or directory"),
+        (["--api-key", "sk 1"], "api_keys: number 1 must be 1 to 512 printable ASCII characters"),
+        (["--api-key", "sk-1"], "--api-key needs --openai-bind-addr"),
+        (["--api-key-file", "none"], "--api-key-file: none: No such file or directory"),
+        (["--api-key-concurrency", "2"], "api_key_concurrency: has no effect without api_keys"),
+        (["--cors-origin", "x.example"], "cors_origins: 'x.example' is no origin; write scheme://host"),
+        (["--allowed-host", "x.example"], "--allowed-host needs --openai-bind-addr"),
     ],
 )
 def test_wrong_values(capsys: Capture, stage_file: Path, arguments: list[str], text: str) -> None:
@@ -329,6 +347,57 @@ def test_an_environment_that_says_nothing_clear(
 )
 def test_async_prefill_forward(on: bool, off: bool, expected: bool) -> None:
     assert stage_options(async_on=on, async_off=off).async_prefill_forward is expected
+
+
+def test_api_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    assert read_api_keys(None) == []
+    path.write_bytes(b"\xef\xbb\xbf# of the team\nsk-1\r\n\n  sk-2 \n")
+    assert read_api_keys(path) == ["sk-1", "sk-2"]
+    for data, text in [
+        (b"", "has no key"),
+        (b"# x\n\n", "has no key"),
+        (b"\xff", "not UTF-8"),
+        (b"a" * 600_000, "larger than"),
+    ]:
+        path.write_bytes(data)
+        with pytest.raises(SettingError, match=f"--api-key-file: {re.escape(str(path))}: .*{text}"):
+            read_api_keys(path)
+    path.unlink()
+    with pytest.raises(SettingError, match="No such file"):
+        read_api_keys(path)
+
+
+def test_access_options_come_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-3\n")
+    parsed: list[AccessOptions] = []
+
+    @click.command()
+    @access_options
+    def command(**values: Any) -> None:
+        parsed.append(AccessOptions(**take_access(values)))
+        assert values == {}
+
+    arguments = ["--api-key", "sk-1", "--api-key", "sk-2", "--api-key-file", str(path)]
+    arguments += [
+        "--api-key-concurrency",
+        "2",
+        "--cors-origin",
+        "https://A.example",
+        "--allowed-host",
+        "H.example",
+    ]
+    command.main(arguments, standalone_mode=False)
+    command.main([], standalone_mode=False)
+    keys = ("sk-1", "sk-2", "sk-3")
+    whole = AccessOptions(
+        api_keys=keys, api_key_concurrency=2, cors_origins="https://a.example", allowed_hosts="h.example"
+    )
+    assert parsed == [whole, AccessOptions()]
+    # As it goes to the process of stage 0.
+    openai = OpenAIOptions(**attrs.asdict(whole))
+    assert from_json_value(json.loads(json.dumps(to_json_value(openai))), OpenAIOptions) == openai
 
 
 def test_link_token_file(tmp_path: Path) -> None:

@@ -131,3 +131,9 @@ def test_the_welcome_says_who_may_connect(host: str, open_to_all: bool) -> None:
     assert "http://127.0.0.1:9337/v1" in text
     assert ("(listens on 0.0.0.0:9337)" in text) is open_to_all
     assert ("anyone who reaches 0.0.0.0:9337 can use the model" in text) is open_to_all
+    openai = attrs.evolve(openai, api_keys=["sk-secret"])
+    text = welcome(Chain(children=[], topology=topology, options=StageOptions(), openai=openai, grace_secs=4))
+    assert "anyone" not in text
+    assert "sk-secret" not in text
+    assert "-H 'Authorization: Bearer KEY'" in text
+    assert "chat --api-key KEY" in text

@@ -40,7 +40,10 @@ async def listening(
 
 def post(**fields: object) -> bytes:
     body = json.dumps(completion_body([1], **fields)).encode()
-    return f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 def reset(stream: trio.SocketStream) -> None:
@@ -51,7 +54,7 @@ def reset(stream: trio.SocketStream) -> None:
 async def test_an_idle_client_that_leaves() -> None:
     async with listening(ScriptedGenerator(say("x"))) as (listener, connections):
         client = await trio.testing.open_stream_to_socket_listener(listener)
-        await client.send_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        await client.send_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b" 200 " in bytes(await client.receive_some())
         assert connections.count == 1
         await client.aclose()
@@ -60,7 +63,7 @@ async def test_an_idle_client_that_leaves() -> None:
 
 async def test_more_clients_than_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MAX_CLIENTS", 2)
-    request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     never = trio.Event()
     async with listening(ScriptedGenerator(lambda _: [97, never])) as (listener, connections):
         served = [await trio.testing.open_stream_to_socket_listener(listener) for _ in range(2)]
@@ -130,7 +133,7 @@ async def test_a_new_client_takes_the_place_of_the_idlest(monkeypatch: pytest.Mo
     async with listening(generator) as (listener, connections):
 
         async def ask(client: trio.SocketStream) -> None:
-            await client.send_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            await client.send_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += await client.receive_some()

@@ -125,7 +125,7 @@ async def connect(url: str, *, receive_buffer: int | None = None) -> trio.Socket
 
 def post(version: str = "1.1") -> bytes:
     body = json.dumps(completion_body([1], stream=True)).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -30,12 +30,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def get(path: str, *more: str, version: str = "1.1") -> bytes:
-    return "\r\n".join([f"GET {path} HTTP/{version}", "host: x", *more, "", ""]).encode()
+    return "\r\n".join([f"GET {path} HTTP/{version}", "host: localhost", *more, "", ""]).encode()
 
 
 def post(path: str, body: Any, *more: str, version: str = "1.1") -> bytes:
     data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(data)}", *more, "", ""]
+    lines = [f"POST {path} HTTP/{version}", "host: localhost", f"content-length: {len(data)}", *more, "", ""]
     return "\r\n".join(lines).encode() + data
 
 

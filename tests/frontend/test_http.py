@@ -338,7 +338,9 @@ async def test_body_that_never_comes() -> None:
         url = http.base_url
         stream = await trio.open_tcp_stream(url.host, url.port or 0)
         async with stream:
-            await stream.send_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+            await stream.send_all(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{"
+            )
             answer = bytes(await stream.receive_some())
     assert answer.startswith(b"HTTP/1.1 408 ")
 
@@ -355,9 +357,9 @@ async def test_disconnect_ends_the_generation(stream: bool) -> None:
         async with client(generator, FrontendOptions(telemetry=telemetry)) as http:
             url = http.base_url
             body = json.dumps(chat_body(stream=stream)).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
             connection = await trio.open_tcp_stream(url.host, url.port or 0)
-            await connection.send_all(head.encode() + body)
+            await connection.send_all(f"{head}\r\n\r\n".encode() + body)
             if stream:
                 assert b"200" in bytes(await connection.receive_some())
             else:

@@ -28,7 +28,7 @@ async def exchange(sent: bytes, *, half_close: bool = False) -> tuple[bytes, byt
     return status, headers.lower(), body
 
 
-_POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+_POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ _POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
     [
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
         (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400, "not valid HTTP/1.1"),
-        (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP/1.1"),
+        (b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, "not valid HTTP/1.1"),
         (_POST + b"content-length: -1\r\n\r\n", 400, "Content-Length"),
         (_POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", 400, "Content-Length"),
         (_POST + b"transfer-encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
         (_POST + b"transfer-encoding: chunked\r\n\r\nZZ\r\n", 400, "chunk"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 200_000, 431, "larger than"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000, 431, "larger than"),
     ],
 )
 async def test_what_is_no_http_gets_the_envelope(sent: bytes, status: int, words: str) -> None:
@@ -73,7 +73,7 @@ async def test_a_body_that_ends_early() -> None:
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_offers_of_other_protocols_are_ignored(method: str, offer: bytes) -> None:
     if method == "GET":
-        line, _, body = await exchange(b"GET /health HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n")
+        line, _, body = await exchange(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n")
         assert json.loads(body) == {"status": "ok"}
     else:
         asked = json.dumps(completion_body([1])).encode()

@@ -136,7 +136,7 @@ async def test_shutdown_closes_idle_connections_at_once(stream: bool) -> None:
 async def test_pipelined_requests() -> None:
     generator = ScriptedGenerator(say("x"))
     body = json.dumps(chat_body()).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     async with serving(generator) as url:
         target = httpx.URL(url)
         connection = await trio.open_tcp_stream(target.host, target.port or 0)
@@ -152,7 +152,7 @@ async def open_stream(url: str) -> tuple[trio.SocketStream, bytes]:
     target = httpx.URL(url)
     body = json.dumps(chat_body(stream=True)).encode()
     connection = await trio.open_tcp_stream(target.host, target.port or 0)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     await connection.send_all(head.encode() + body)
     return connection, bytes(await connection.receive_some())
 
@@ -201,7 +201,7 @@ async def stalled_reader(url: httpx.URL) -> trio.SocketStream:
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     await reader.connect((url.host, url.port or 0))
     body = json.dumps(chat_body(stream=True)).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     stream = trio.SocketStream(reader)
     await stream.send_all(head.encode() + body)
     return stream

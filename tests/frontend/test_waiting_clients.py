@@ -168,7 +168,7 @@ async def until(generator: ChainGenerator, depth: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_clients_that_leave_the_queue(stream: bool, keep_alive: float) -> None:
     body = json.dumps(completion_body("hello", stream=stream, max_tokens=3)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     async with (
         one_lane(generation_queue_capacity=3) as generator,
         serving(generator, FrontendOptions(keep_alive_secs=keep_alive)) as url,
