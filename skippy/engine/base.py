@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Literal
 
 import attrs
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from skippy.protocol.messages import SamplingConfig
 
 FloatArray = npt.NDArray[np.float32]
+Pooling = Literal["first", "last", "mean"]
 StateBytes = bytes | bytearray | memoryview | Sequence[bytes | memoryview]
 """Exported state: a buffer, or the pieces of one in order."""
 
@@ -53,6 +55,9 @@ class EngineInfo:
         can_mix: segments of several rows share a native call with each other and with single rows. Where
             they cannot (recurrent and hybrid models, windowed caches without ``swa_full``), single rows of
             several sequences still share one, and each longer segment takes a call of its own.
+        pooling: which of a text's rows make its embedding, on a stage that has all layers: the ``first``, the
+            ``last``, or the ``mean`` of all, as the model says, and where it says nothing the last, which
+            alone has seen the whole text. None: there are no embeddings.
         tap: how the boundary is read: ``"c"``, ``"python"`` or None (last stage, toy).
         weights_bytes, kv_bytes: resident sizes, in bytes.
         position_bytes: what one position of one sequence takes of the cache, in bytes.
@@ -74,6 +79,7 @@ class EngineInfo:
     can_copy: bool = True
     can_export: bool = True
     can_mix: bool = True
+    pooling: Pooling | None = None
     tap: str | None = None
     weights_bytes: int = 0
     kv_bytes: int = 0
@@ -203,6 +209,16 @@ class StageEngine(abc.ABC):
             ContextFullError: no room; every sequence is as it was before.
             EngineError: the native call failed; every sequence was trimmed to where it was, or, where
                 that is impossible (recurrent state), dropped.
+        """
+
+    @abc.abstractmethod
+    def embed(self, segment: Segment) -> FloatArray:
+        """As ``decode`` of one segment, but gives the rows behind the last norm: ``[count, hidden_size]``.
+
+        On memory of its own. Takes memory for the logits of all its rows meanwhile, so they should be few.
+
+        Raises:
+            EngineError: this engine gives no embeddings (``pooling`` is None); else as ``decode`` does.
         """
 
     @abc.abstractmethod

@@ -116,6 +116,7 @@ class ToyEngine(StageEngine):
             context_length=context_length,
             max_batch=max_batch,
             max_sequences=max_sequences,
+            pooling="last" if first and last else None,
             kv_bytes=(layer_end - layer_start) * max_sequences * context_length * width * 4,
             position_bytes=(layer_end - layer_start) * width * 4,
         )
@@ -152,6 +153,14 @@ class ToyEngine(StageEngine):
         for segment in segments:  # what lies beyond a sequence's length is not looked at
             self._lengths[segment.sequence] += segment.count
         self.decodes += 1
+
+    def embed(self, segment: Segment) -> FloatArray:
+        if self._info.pooling is None:
+            raise EngineError("only a stage that has all layers gives embeddings")
+        (ids,) = check_batch(self._info, self._lengths, [segment], None)
+        rows = self._run(segment, ids)
+        self._lengths[segment.sequence] += segment.count
+        return (rows / _PRIME).astype(np.float32)
 
     def abort(self, segments: Sequence[Segment] | None = None) -> bool:
         return self._running.abort(segments)

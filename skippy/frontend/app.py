@@ -24,6 +24,7 @@ from .connection import (
     read_json_body,
     request_id,
 )
+from .embeddings import add_embeddings_route
 from .errors import ApiError, from_generation_error, internal_error
 from .generation import GenerationError, Generator
 from .guard import guard
@@ -65,7 +66,9 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     _add_status_routes(app, service, policy)
     _add_completion_routes(app, service, options)
     _add_cache_routes(app, generator)
-    add_tokenizer_routes(app, generator.tokenizer, generator.model_id, Bodies(options))
+    bodies = Bodies(options)
+    add_embeddings_route(app, generator, bodies)
+    add_tokenizer_routes(app, generator.tokenizer, generator.model_id, bodies)
     return app
 
 

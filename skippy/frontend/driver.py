@@ -21,6 +21,7 @@ from skippy.telemetry import Level, Telemetry, names
 from .admission import Admission, AdmissionGate
 from .cache_view import cache_report
 from .decoding import DecodeLoop, Token
+from .embedding import Embedder, Vector
 from .generation import (
     ChainUnavailable,
     ContextLengthExceeded,
@@ -75,6 +76,7 @@ class ChainGenerator:
         self._vocabulary = vocabulary
         self.prefill = Prefill(stage, options)
         self.restorer = Restorer(stage, pool)
+        self._embedder = Embedder(stage)
         pool.on_request_over = self._learn
         # What is kept in the cache gives way to lanes, so it takes nothing from them.
         kv_tokens = stage.info.context_length * stage.config.lane_count
@@ -119,6 +121,16 @@ class ChainGenerator:
         except StageError as exc:
             raise ChainUnavailable(str(exc)) from exc
         return 0 if cache is None else cache.index.counters.dropped - before
+
+    @property
+    def embedding_size(self) -> int | None:
+        info = self._stage.info
+        return None if info.pooling is None else info.hidden_size
+
+    async def embed(self, tokens: Sequence[int]) -> Vector:
+        admission = await self.gate.acquire(len(tokens), 0)
+        with admission.running():
+            return await self._embedder.embed(tokens, admission.work)
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         return self.gate.preparing()

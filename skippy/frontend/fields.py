@@ -43,6 +43,16 @@ class Fields:
             raise ApiError(f"{path} must be an object, not {describe(value)}", param=path)
         return cls(value, path)
 
+    @property
+    def place(self) -> str:
+        """Where the object sits in the request."""
+        return self._path
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The fields that have been asked for so far."""
+        return frozenset(self._known)
+
     def path(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
 

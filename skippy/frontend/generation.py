@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from skippy.engine import Vocabulary
 from skippy.protocol import PositionLogProbabilities, SamplingConfig
@@ -192,6 +194,19 @@ class Generator(Protocol):
         Returns: entries that stage 0 has forgotten.
 
         Raises: TooManyRequests, ChainUnavailable, or another GenerationError: not all stages have been told.
+        """
+
+    @property
+    def embedding_size(self) -> int | None:
+        """How many values the embedding of a text has; None: there are no embeddings here."""
+
+    async def embed(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The embedding of a text of at least one token, a vector of length 1.
+
+        Takes a lane, as a generation does.
+
+        Raises:
+            TooManyRequests, ChainUnavailable, WorkTimedOut, or another GenerationError.
         """
 
     def preparing(self) -> AbstractContextManager[None]:

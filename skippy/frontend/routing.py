@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -39,6 +40,10 @@ class Bodies:
         body = await read_json_body(
             request, limit=options.max_body_bytes, timeout_secs=options.body_timeout_secs
         )
-        if len(body) <= _INLINE_PARSE_BYTES:
-            return parse(body)
-        return await trio.to_thread.run_sync(parse, body, limiter=self._limiter)
+        return await self.parse(len(body), functools.partial(parse, body))
+
+    async def parse(self, size: int, call: Callable[[], T]) -> T:
+        """``call()``, in a thread where it parses so many bytes that others would have to wait for it."""
+        if size <= _INLINE_PARSE_BYTES:
+            return call()
+        return await trio.to_thread.run_sync(call, limiter=self._limiter)

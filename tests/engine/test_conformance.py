@@ -308,3 +308,29 @@ def test_close_twice(kind: Kind, open_chain: OpenChain) -> None:
     stage = open_chain(kind).last
     stage.close()
     stage.close()
+
+
+def test_embeddings_are_the_last_rows_of_whole_models(kind: Kind, open_chain: OpenChain) -> None:
+    whole = open_chain(kind).last
+    assert whole.info.pooling == "last"
+    segment = Segment(0, 0, len(PROMPT), tokens=PROMPT)
+    rows = whole.embed(segment)
+    assert rows.shape == (len(PROMPT), whole.info.hidden_size)
+    assert np.isfinite(rows).all()
+    assert whole.length(0) == len(PROMPT)
+    whole.drop(0)
+    # The rest of the engine's work is as it was.
+    whole.decode([Segment(0, 0, len(PROMPT) - 1, tokens=PROMPT[:-1])])
+    one = Segment(0, len(PROMPT) - 1, 1, tokens=PROMPT[-1:])
+    np.testing.assert_allclose(whole.embed(one)[0], rows[-1], rtol=0.05, atol=0.5)
+    whole.trim(0, len(PROMPT) - 1)
+    whole.decode([Segment(0, len(PROMPT) - 1, 1, tokens=PROMPT[-1:], logits=1)])
+    logits = whole.logits(0).tobytes()
+    other = open_chain(kind).last
+    other.decode([Segment(0, 0, len(PROMPT) - 1, tokens=PROMPT[:-1])])
+    other.decode([Segment(0, len(PROMPT) - 1, 1, tokens=PROMPT[-1:], logits=1)])
+    assert other.logits(0).tobytes() == logits
+    part = open_chain(kind, 2).last
+    assert part.info.pooling is None
+    with pytest.raises(EngineError):
+        part.embed(one)

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from skippy.engine.toy_vocabulary import ToyVocabulary
@@ -75,6 +77,7 @@ class ScriptedGenerator:
         self.tokenizer = Tokenizer(self.vocabulary, MODEL, lambda: "ab" * 32)
         self.model_id = MODEL
         self.unready: str | None = None
+        self.embedding_size: int | None = None
         self.requests: list[GenerationRequest] = []
         self.dropped: list[str] = []
         self.active = 0
@@ -90,6 +93,15 @@ class ScriptedGenerator:
             raise self.entry_error
         self.dropped.append(namespace)
         return 7
+
+    async def embed(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """A vector that shows how long the text was."""
+        if self.entry_error is not None:
+            raise self.entry_error
+        assert self.embedding_size is not None
+        vector = np.zeros(self.embedding_size, dtype=np.float32)
+        vector[len(tokens) % self.embedding_size] = 1
+        return vector
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

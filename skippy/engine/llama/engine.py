@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -42,10 +41,11 @@ from skippy.protocol.messages import SamplingConfig
 
 from .batch import NativeBatch
 from .boundary import BoundaryRows
+from .description import describe, has_vocabulary, position_sections, row_order
 from .loading import LoadProgress, create_context, load_model, set_abort_flag
 from .memory import CacheSizes, MemoryKind, SequenceMemory
 from .native import address_of, api, ggml_functions, initialise, silenced
-from .order import NativeCall, RowOrder, plan_calls
+from .order import NativeCall, plan_calls
 from .sampler import LlamaSampler
 from .state import StateFormat
 from .vocabulary import LlamaVocabulary
@@ -71,14 +71,14 @@ class LlamaEngine(StageEngine):
         self._tap = tap
         kind = MemoryKind.of(model, options)
         self._memory = SequenceMemory(context, kind, StateFormat.of(slice_info, options))
-        self._vocabulary = LlamaVocabulary(model) if _has_vocabulary(model, slice_info) else None
-        self._order = _row_order(kind)
+        self._vocabulary = LlamaVocabulary(model) if has_vocabulary(model, slice_info) else None
+        self._order = row_order(kind)
         self._ubatch = int(api.llama_n_ubatch(context))
-        self._info = _describe(model, context, slice_info, options, tap, kind)
+        self._info = describe(model, context, slice_info, options, tap, kind)
         self._batch = NativeBatch(
             rows=self._info.max_batch,
             width=self._info.input_width,
-            position_sections=_position_sections(model),
+            position_sections=position_sections(model),
             all_outputs=not slice_info.is_last and slice_info.spare_layers == 0,
         )
         self._logits: list[FloatArray] = []
@@ -155,6 +155,25 @@ class LlamaEngine(StageEngine):
         self._logits = list(itertools.chain.from_iterable(logits))
         for segment in segments:
             self._memory.lengths[segment.sequence] += segment.count
+
+    def embed(self, segment: Segment) -> FloatArray:
+        self._check_usable()
+        if self._info.pooling is None:
+            raise EngineError("this model part gives no embeddings")
+        api.llama_set_embeddings(self._context, True)
+        try:
+            self.decode([attrs.evolve(segment, logits=segment.count)])
+            pointer = api.llama_get_embeddings(self._context)
+            if not pointer:
+                raise EngineError("llama.cpp gave no embeddings")
+            size = self._info.hidden_size
+            buffer = (ctypes.c_float * (segment.count * size)).from_address(
+                ctypes.addressof(pointer.contents)
+            )
+            return np.frombuffer(memoryview(buffer), dtype=np.float32).reshape(-1, size).copy()
+        finally:
+            self._logits = []
+            api.llama_set_embeddings(self._context, False)
 
     def abort(self, segments: Sequence[Segment] | None = None) -> bool:
         return self._aborts and self._running.abort(segments)
@@ -337,46 +356,3 @@ class LlamaEngine(StageEngine):
                 self._vocabulary.close()
             api.llama_free(context)
             api.llama_model_free(self._model)
-
-
-def _has_vocabulary(model: int, slice_info: SliceInfo) -> bool:
-    if not (slice_info.is_first or slice_info.is_last):
-        return False
-    if not LlamaVocabulary.exists(model):
-        raise ModelLoadError(f"{slice_info.path} has no vocabulary, which a first or last stage needs")
-    return True
-
-
-def _row_order(kind: MemoryKind) -> RowOrder:
-    if kind.recurrent or kind.forgetful:
-        return RowOrder.UNKNOWN
-    return RowOrder.BATCH if kind.unified else RowOrder.EQUAL
-
-
-def _position_sections(model: int) -> int:
-    """Positions per activation row: 4 with multi-section rotary embedding (M-RoPE), else 1."""
-    return 4 if api.llama_model_rope_type(model) in (api.LLAMA_ROPE_TYPE_MROPE, 40) else 1
-
-
-def _describe(
-    model: int, context: int, slice_info: SliceInfo, options: EngineOptions, tap: Tap | None, kind: MemoryKind
-) -> EngineInfo:
-    ends = slice_info.is_first or slice_info.is_last
-    vocabulary: Any = api.llama_model_get_vocab(model)
-    return EngineInfo(
-        layer_start=slice_info.layer_start,
-        layer_end=slice_info.layer_end,
-        layer_count=slice_info.layer_count,
-        input_width=0 if slice_info.is_first else slice_info.hidden_size,
-        output_width=0 if slice_info.is_last else slice_info.hidden_size,
-        hidden_size=slice_info.hidden_size,
-        vocab_size=int(api.llama_vocab_n_tokens(vocabulary)) if ends else 0,
-        context_length=options.context_length,
-        max_batch=min(options.n_batch, int(api.llama_n_batch(context))),
-        max_sequences=options.max_sequences,
-        can_trim=kind.can_trim,
-        can_trim_state=kind.can_trim and not kind.window,
-        can_mix=_row_order(kind) is not RowOrder.UNKNOWN,
-        tap=None if tap is None else tap.kind,
-        weights_bytes=int(api.llama_model_size(model)),
-    )

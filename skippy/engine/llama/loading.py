@@ -152,6 +152,7 @@ def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap
     params.swa_full = options.swa_full
     params.no_perf = True
     params.embeddings = False
+    params.pooling_type = api.LLAMA_POOLING_TYPE_NONE  # rows are pooled by who asks for embeddings
     if tap is not None:
         params.cb_eval = ctypes.cast(tap.callback, type(params.cb_eval))
         params.cb_eval_user_data = tap.user_data
