@@ -15,7 +15,7 @@ import attrs
 
 from skippy.kv.replay import ReplayCache
 from skippy.protocol import EMPTY_STATS, MessageKind, ReplyKind, ReplyStats, settled_length
-from skippy.protocol.stats import merge
+from skippy.protocol.stats import fused_hit, merge, stage_count
 from skippy.stage import PendingReply, Stage
 from skippy.telemetry import Level, names
 
@@ -157,7 +157,7 @@ class Restorer:
                 stats = merge(stats, more)
             span["decision"] = restored.kind or "miss"
             span["asked_token_count"], span["restored_token_count"] = plan.length, restored.length
-            span["hit_stage_count"] = max(0, stats.kv_hit_stage_mask).bit_count()
+            span["hit_stage_count"] = stage_count(stats.kv_hit_stage_mask)
             span["lookup_hits"], span["lookup_misses"] = stats.kv_lookup_hits, stats.kv_lookup_misses
             span["lookup_errors"] = stats.kv_lookup_errors
         return restored
@@ -180,7 +180,8 @@ class Restorer:
         reply = await place.wait()
         if reply.kind is ReplyKind.ACK:
             return Restored(), reply.stats
-        return Restored(length=len(tokens), first=place, kind="chain_fused_exact_prefix"), reply.stats
+        restored = Restored(length=len(tokens), first=place, kind="chain_fused_exact_prefix")
+        return restored, fused_hit(reply.stats)
 
     async def _plain(
         self, pooled: PooledLane, request: GenerationRequest, tokens: tuple[int, ...], length: int

@@ -144,6 +144,20 @@ def stage_mask(stage_index: int) -> int:
     return 1 << stage_index if 0 <= stage_index <= 62 else 0
 
 
+def stage_count(mask: int) -> int:
+    """How many stages a ``kv_hit_stage_mask`` names; a negative one, which no stage makes, names none."""
+    return max(0, mask).bit_count()
+
+
+def fused_hit(last: ReplyStats) -> ReplyStats:
+    """The lookups and the mask of a restore whose answer is a prediction, of which only the last stage's come.
+
+    It is one only where every stage had all of the prefix.
+    """
+    stages = max(0, last.kv_hit_stage_mask).bit_length()
+    return ReplyStats(kv_lookup_hits=stages, kv_hit_stage_mask=(1 << stages) - 1)
+
+
 def us_of_ms(milliseconds: float) -> int:
     """Microseconds, rounded half away from zero; 0 for what is not finite or not positive."""
     if not math.isfinite(milliseconds) or milliseconds <= 0:

@@ -22,7 +22,7 @@ from skippy.protocol import (
     UpstreamState,
     default_state,
 )
-from skippy.protocol.stats import merge
+from skippy.protocol.stats import fused_hit, merge
 
 from .errors import SettingsRefused
 from .express import decode_span
@@ -50,6 +50,9 @@ _AFTER_A_MISS: Final = frozenset(
 class FusedRestores(Restores):
     """Carries out TryRestorePrefillDecode."""
 
+    _fused_length = 0
+    """Positions that were restored for the last one."""
+
     async def _restore_and_decode(self, message: Message) -> None:
         """Restore, decode and pass on or answer. Raises as :meth:`Execution.carry_out`.
 
@@ -75,6 +78,7 @@ class FusedRestores(Restores):
         if not length:
             return None
         session.settle(message, length)
+        self._fused_length = length
         self.stats.add(merge(stats, self._restored(length)))
         return session
 
@@ -98,9 +102,8 @@ class FusedRestores(Restores):
         if downstream is None or output is None:
             self._machine.restore_hit()
             assert isinstance(outcome[0], int)
-            await self._answers.send(
-                Reply.predicted_token(outcome[0], self.stats.take()), session.take_annex()
-            )
+            reply = self._reported(Reply.predicted_token(outcome[0], self.stats.take()))
+            await self._answers.send(reply, session.take_annex())
             return
         place = None
         if context.stage_index == 0:
@@ -119,14 +122,21 @@ class FusedRestores(Restores):
 
     def _answered(self, reply: Reply) -> Reply:
         """Stage 0: the last stage has answered."""
+        reply = self.stats.complete(reply)
         if self._machine.state is UpstreamState.FUSED:
             if reply.kind is ReplyKind.PREDICTED_TOKEN:
                 self._machine.restore_hit()
-            else:
-                self._machine.restore_missed()
-                if self._session is not None:
-                    self._session.roll_back()
-        return self.stats.complete(reply)
+                return self._reported(reply)
+            self._machine.restore_missed()
+            if self._session is not None:
+                self._session.roll_back()
+        return reply
+
+    def _reported(self, reply: Reply) -> Reply:
+        """The answer to a hit, which stage 0 tells of; one that is a miss is followed by another question."""
+        if self._context.stage_index == 0:
+            self._report(self._fused_length, fused_hit(reply.stats))
+        return reply
 
     async def _pass_on_miss(self, message: Message) -> None:
         """The prefix, or part of it, is not here: the last stage says so, or stage 0 where it is its own."""

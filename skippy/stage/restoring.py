@@ -24,7 +24,7 @@ from skippy.protocol import (
     default_state,
     settled_length,
 )
-from skippy.protocol.stats import merge, stage_mask
+from skippy.protocol.stats import merge, stage_count, stage_mask
 from skippy.telemetry import names
 
 from .keeping import RestoreFailed
@@ -157,7 +157,7 @@ class Restores(Steps):
 
     def _report(self, length: int, stats: ReplyStats) -> None:
         """What the chain is spared."""
-        stages, row_bytes = stats.kv_hit_stage_mask.bit_count(), self._context.info.output_width * 4
+        stages, row_bytes = stage_count(stats.kv_hit_stage_mask), self._context.info.output_width * 4
         self._context.telemetry.emit(
             names.STAGE_KV_RESTORE,
             restored_token_count=length,

@@ -202,7 +202,22 @@ async def test_what_the_trace_points_say(stages: int) -> None:
         for decision, length in zip(decisions, asked, strict=True):
             assert decision["asked_token_count"] == decision["restored_token_count"] == length
             assert decision["lookup_misses"] == decision["lookup_errors"] == 0
-        assert decisions[0]["hit_stage_count"] == decisions[0]["lookup_hits"] == stages
+            assert decision["hit_stage_count"] == decision["lookup_hits"] == stages
+        width = chain.cluster.stages[0].info.output_width * 4
+        saved = [
+            {
+                "restored_token_count": length,
+                "hit_stage_count": stages,
+                "lookup_hits": stages,
+                "lookup_misses": 0,
+                "lookup_errors": 0,
+                "stage0_activation_bytes_avoided": length * width,
+                "inter_stage_activation_bytes_avoided": length * width * (stages - 1),
+            }
+            for length in asked
+        ]
+        events = chain.events(names.STAGE_KV_RESTORE)
+        assert [{key: event[key] for key in saved[0]} for event in events] == saved
         report = chain.generator.cache_report()
         assert report["chain"]["lookup_hits"] == 2 * stages
         assert report["chain"]["hits_by_stage"] == {str(index): 2 for index in range(stages)}
