@@ -43,6 +43,7 @@ from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
 from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice, weights_sha256
 from skippy.stage import (
+    ENDING_SECS,
     ControlPiece,
     InventoryEntry,
     Stage,
@@ -77,6 +78,9 @@ __all__ = [
     "open_stage",
 ]
 
+CLEAN_SECS = 0.5
+"""How long lanes may take to end in order, once no request is left."""
+
 EngineFactory = Callable[[StageConfig], StageEngine]
 
 
@@ -92,6 +96,7 @@ async def open_stage(
     telemetry: Telemetry = NULL_TELEMETRY,
     progress: Progress | None = None,
     inline: bool = False,
+    ending_secs: Callable[[], float] = lambda: ENDING_SECS,
 ) -> AsyncIterator[Stage]:
     """Serve one stage for the length of the block; inside it the model is loaded and the port is bound.
 
@@ -104,6 +109,8 @@ async def open_stage(
         progress: called from worker threads as (what, bytes done, bytes in all) while a slice is made
             (``"hash"``, ``"wait"``, ``"write"``) and loaded (``"load"``).
         inline: run the engine on the event loop; for tiny exact engines under a virtual clock.
+        ending_secs: asked as the block is left: how long what the prefix cache holds may still be written to
+            its directory, where it has one.
 
     Raises:
         ConfigError: configuration and topology contradict each other, a key asks for a feature of the model
@@ -141,6 +148,7 @@ async def open_stage(
             telemetry=telemetry,
             identity=identity,
             inline=inline,
+            ending_secs=ending_secs,
         ) as stage:
             yield stage
         nursery.cancel_scope.cancel()
@@ -388,7 +396,10 @@ def _warn_if_open(endpoint: Endpoint, options: OpenAIOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def _pool_running(pool: LanePool) -> AsyncIterator[None]:
-    """The pool's lanes for the length of the block, which outlive a cancelled block by what it still does."""
+    """The pool's lanes for the length of the block, which outlive a cancelled block by what it still does.
+
+    Leaving it waits for a moment for lanes that are being cleaned, so that stages keep what requests leave.
+    """
     async with open_hidden_nursery() as nursery:
         scope = trio.CancelScope(shield=True)
 
@@ -399,5 +410,7 @@ async def _pool_running(pool: LanePool) -> AsyncIterator[None]:
         nursery.start_soon(keep_lanes)
         try:
             yield
+            with trio.move_on_after(CLEAN_SECS):
+                await pool.wait_clean()
         finally:
             scope.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -51,6 +52,7 @@ def stage_child(listen_fd: int, status_fd: int, openai_fd: int | None) -> None:
             stage_socket=socket.socket(fileno=listen_fd),
             openai_socket=None if openai_fd is None else socket.socket(fileno=openai_fd),
             outage=lambda: parent.notice,
+            kill_secs=parent.kill_secs,
         )
         end_process(0)
 
@@ -69,6 +71,11 @@ class _Parent:
         self._status_fd = status_fd
         self._percent = -1
         self.notice: str | None = None
+        self._kill_at = math.inf
+
+    def kill_secs(self) -> float:
+        """How long it is until it kills this process; infinite as long as it has not said so."""
+        return self._kill_at - time.monotonic()
 
     def listen(self, data: bytes, stop: Stop) -> None:
         """Take notices, a line of JSON each, until the end of standard input: the parent is gone.
@@ -79,7 +86,10 @@ class _Parent:
         while True:
             *lines, data = data.split(b"\n")
             for line in lines:
-                self.notice = json.loads(line)["notice"]
+                said = json.loads(line)
+                self.notice = said["notice"]
+                if said["kill_secs"] is not None:
+                    self._kill_at = time.monotonic() + said["kill_secs"]
             if not (chunk := os.read(0, 65536)):
                 break
             data += chunk
@@ -102,6 +112,9 @@ class _Parent:
 
     def ready(self) -> None:
         self._tell(b"ready")
+
+    def alone(self) -> None:
+        self._tell(b"alone")
 
     def statistics(self, counts: dict[str, Any]) -> None:
         self._tell(b"statistics " + json.dumps(counts).encode())

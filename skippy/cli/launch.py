@@ -30,14 +30,27 @@ CRASH = "Fatal Python error"
 
 
 class Notice:
-    """What the supervisor knows of an outage; each life of stage 0 is told, and told of changes."""
+    """What each life of a child is told, and told of changes.
+
+    Attributes:
+        text: what the supervisor knows of an outage.
+        kill_secs: once the chain stops: how long a child has to end, from then on.
+    """
 
     def __init__(self) -> None:
         self.text: str | None = None
+        self.kill_secs: float | None = None
         self._changed = trio.Event()
 
     def set(self, text: str | None) -> None:
         self.text = text
+        self._tell()
+
+    def stopping(self, kill_secs: float) -> None:
+        self.kill_secs = kill_secs
+        self._tell()
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
@@ -130,6 +143,9 @@ class Observer(Protocol):
 
     def ready(self, child: Child) -> None:
         """The same; of stage 0: the whole chain is ready."""
+
+    def alone(self, child: Child) -> None:
+        """It is stopping, and no request needs the chain any more."""
 
     def statistics(self, counts: dict[str, Any]) -> None:
         """The answer to SIGUSR1."""
@@ -233,11 +249,11 @@ async def _write_stdin(process: trio.Process, settings: bytes, notice: Notice) -
     assert process.stdin is not None
     try:
         await process.stdin.send_all(settings)
-        told: str | None = None
+        told: dict[str, Any] = {"notice": None, "kill_secs": None}
         while True:
-            if (text := notice.text) != told:
-                await process.stdin.send_all(json.dumps({"notice": text}).encode() + b"\n")
-                told = text
+            if (now := {"notice": notice.text, "kill_secs": notice.kill_secs}) != told:
+                await process.stdin.send_all(json.dumps(now).encode() + b"\n")
+                told = now
             else:
                 await notice.wait_changed()
     except trio.BrokenResourceError:
@@ -245,7 +261,7 @@ async def _write_stdin(process: trio.Process, settings: bytes, notice: Notice) -
 
 
 async def _read_status(status: trio.lowlevel.FdStream, child: Child, observer: Observer) -> None:
-    """A child writes ``load DONE TOTAL``, ``serving``, ``ready`` and ``statistics JSON``, a line each."""
+    """A child writes ``load DONE TOTAL``, ``serving``, ``ready``, ``alone`` and ``statistics JSON``."""
     rest = b""
     async for chunk in status:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -261,6 +277,8 @@ async def _read_status(status: trio.lowlevel.FdStream, child: Child, observer: O
                 observer.serving(child)
             elif word == b"ready":
                 observer.ready(child)
+            elif word == b"alone":
+                observer.alone(child)
             elif word == b"statistics":
                 observer.statistics(json.loads(value))
 

@@ -34,6 +34,9 @@ class Terminal:
     def ready(self) -> None:
         click.echo("ready")
 
+    def alone(self) -> None:
+        """Of no interest on a terminal."""
+
     def statistics(self, counts: dict[str, Any]) -> None:
         log_statistics(counts)
 

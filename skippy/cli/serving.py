@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from .stopping import Stop
 
 ENDING_SECS = 1.5
 """How much of the grace period is kept for the end itself: last words to clients, lanes, the engine."""
+FREEING_SECS = 0.5
+"""How much of that, at the very end, is kept from the prefix cache, which may write until then."""
 
 
 class Announce(Protocol):
@@ -35,6 +38,9 @@ class Announce(Protocol):
 
     def ready(self) -> None:
         """The stage is ready: with an OpenAI endpoint, the whole chain is."""
+
+    def alone(self) -> None:
+        """It is stopping, and no request needs the chain any more."""
 
     def statistics(self, counts: dict[str, Any]) -> None:
         """Somebody has asked for these with a signal."""
@@ -52,6 +58,7 @@ def serve_one(
     stage_socket: socket.socket | None = None,
     openai_socket: socket.socket | None = None,
     outage: Callable[[], str | None] = lambda: None,
+    kill_secs: Callable[[], float] = lambda: math.inf,
 ) -> None:
     """Run the stage until ``stop`` is requested; raises what the stage fails with.
 
@@ -59,6 +66,7 @@ def serve_one(
         grace_secs: the whole time for a stop. Running requests may go on until ENDING_SECS before its end, or
             for one half of it if it is short.
         outage: as for :func:`skippy.embed.open_openai`.
+        kill_secs: how long it is until somebody kills this process, as far as that is known by now.
     """
     # A native crash says where Python was; the supervisor keeps the last lines of its stages.
     with contextlib.suppress(io.UnsupportedOperation):  # a host's stderr may be no file
@@ -68,9 +76,13 @@ def serve_one(
     context = {"run_id": config.run_id, "stage_id": config.stage_id}
     telemetry = Telemetry.from_environment(level, capacity=options.telemetry_queue_capacity, context=context)
     stage: embed.Stage | None = None
+    stop_by = math.inf
+
+    def ending_secs() -> float:
+        return min(stop_by - trio.current_time(), kill_secs()) - FREEING_SECS
 
     async def serve() -> None:
-        nonlocal stage
+        nonlocal stage, stop_by
         async with contextlib.AsyncExitStack() as stack:
             with SliceProgress(f"layers {config.layer_start}:{config.layer_end}") as progress:
 
@@ -86,8 +98,10 @@ def serve_one(
                     listen_socket=stage_socket,
                     telemetry=telemetry,
                     progress=report,
+                    ending_secs=ending_secs,
                 )
                 stage = await stack.enter_async_context(opened)
+            stack.callback(announce.alone)
             endpoint = None
             if openai is not None:
                 opened_endpoint = embed.open_openai(
@@ -104,6 +118,7 @@ def serve_one(
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_announce_ready, endpoint, announce)
                 await stop.requested.wait()
+                stop_by = trio.current_time() + grace_secs
                 nursery.cancel_scope.cancel()
 
     async def main() -> None:

@@ -89,6 +89,7 @@ class Supervisor:
     def _stop(self) -> None:
         if not self._stopping.is_set():
             self._deadline = trio.current_time() + self._chain.grace_secs
+            self._notice.stopping(self._chain.grace_secs)
             self._stopping.set()
 
     async def _keep_all(self) -> None:
@@ -202,6 +203,10 @@ class Supervisor:
         if child is self._chain.children[0] and not self._was_ready:
             self._was_ready = True
             self._tell_ready()
+
+    def alone(self, child: Child) -> None:
+        if child is self._chain.children[0]:
+            self._front_over.set()
 
     def statistics(self, counts: dict[str, Any]) -> None:
         log_statistics(counts)

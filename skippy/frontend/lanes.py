@@ -222,6 +222,11 @@ class LanePool:
                 await self._cleaned.park()
         return True
 
+    async def wait_clean(self) -> None:
+        """Wait until no lane is being cleaned: until then, stages do not keep what its request leaves."""
+        while any(pooled.left is not None for pooled in self._lanes):
+            await self._cleaned.park()
+
     def _tell(self, pooled: PooledLane) -> None:
         for changed in self._watchers:
             changed(pooled)

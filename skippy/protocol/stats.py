@@ -150,9 +150,9 @@ def stage_count(mask: int) -> int:
 
 
 def fused_hit(last: ReplyStats) -> ReplyStats:
-    """The lookups and the mask of a restore whose answer is a prediction, of which only the last stage's come.
+    """The lookups and the mask of a restore whose answer is a prediction: only the last stage's come with it.
 
-    It is one only where every stage had all of the prefix.
+    There is one only where every stage had all of the prefix.
     """
     stages = max(0, last.kv_hit_stage_mask).bit_length()
     return ReplyStats(kv_lookup_hits=stages, kv_hit_stage_mask=(1 << stages) - 1)

@@ -16,7 +16,7 @@ from .interfaces import ReplySink
 from .lane import Lane
 from .queues import PendingReply
 from .runs import ChainRun, LocalRun
-from .service import Stage, open_stage
+from .service import ENDING_SECS, Stage, open_stage
 from .settings import GenerationSettings
 from .tokenizer import (
     ControlPiece,
@@ -29,6 +29,7 @@ from .tokenizer import (
 )
 
 __all__ = [
+    "ENDING_SECS",
     "ChainRun",
     "ControlPiece",
     "DownstreamUnavailable",

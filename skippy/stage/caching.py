@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import attrs
 import trio
@@ -26,7 +26,12 @@ from .states import Index, StateTier
 
 @contextlib.asynccontextmanager
 async def open_cache(
-    config: StageConfig, scheduler: Scheduler, *, identity: bytes | None, inline: bool
+    config: StageConfig,
+    scheduler: Scheduler,
+    *,
+    identity: bytes | None,
+    inline: bool,
+    ending_secs: Callable[[], float],
 ) -> AsyncIterator[StageCache | None]:
     """The cache that ``kv_cache`` asks for; None where it is off, or this engine cannot have it.
 
@@ -35,12 +40,15 @@ async def open_cache(
     Args:
         identity: who can read the states of this stage; None: that is not known.
         inline: no threads.
+        ending_secs: asked as the block is left, for how long what is kept may still be written to that
+            directory.
 
     Raises:
         ConfigError: the directory cannot be used.
         StageStartError: there is one, but no identity.
 
-    Leaving the block breaks off a write that is under way, and waits for that.
+    What is not written by then, or when the block is cancelled or fails, does not appear there: a write that
+    is under way is broken off, and waited for.
     """
     cache = make_cache(config, scheduler)
     if cache is None:
@@ -54,6 +62,8 @@ async def open_cache(
         nursery.start_soon(writer.run)
         try:
             yield cache
+            with trio.move_on_after(max(0.0, ending_secs())):
+                await cache.states.write_out()
         finally:
             nursery.cancel_scope.cancel()
 

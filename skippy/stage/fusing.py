@@ -102,7 +102,7 @@ class FusedRestores(Restores):
         if downstream is None or output is None:
             self._machine.restore_hit()
             assert isinstance(outcome[0], int)
-            reply = self._reported(Reply.predicted_token(outcome[0], self.stats.take()))
+            reply = self._reported_hit(Reply.predicted_token(outcome[0], self.stats.take()))
             await self._answers.send(reply, session.take_annex())
             return
         place = None
@@ -126,13 +126,13 @@ class FusedRestores(Restores):
         if self._machine.state is UpstreamState.FUSED:
             if reply.kind is ReplyKind.PREDICTED_TOKEN:
                 self._machine.restore_hit()
-                return self._reported(reply)
+                return self._reported_hit(reply)
             self._machine.restore_missed()
             if self._session is not None:
                 self._session.roll_back()
         return reply
 
-    def _reported(self, reply: Reply) -> Reply:
+    def _reported_hit(self, reply: Reply) -> Reply:
         """The answer to a hit, which stage 0 tells of; one that is a miss is followed by another question."""
         if self._context.stage_index == 0:
             self._report(self._fused_length, fused_hit(reply.stats))

@@ -44,7 +44,7 @@ class WriterPlace:
 
     def give_up(self) -> None:
         """There is nothing to store after all."""
-        self._take()._taken = False
+        self._take()._let_go()
 
     def _take(self) -> KvWriter:
         writer, self._writer = self._writer, None
@@ -75,6 +75,8 @@ class KvWriter:
         self._waiting: _Job | None = None
         self._posted: deque[Callable[[], object]] = deque()
         self._filled = trio.lowlevel.ParkingLot()
+        self._calling = False
+        self._rested = trio.lowlevel.ParkingLot()
 
     def reserve(self) -> WriterPlace | None:
         """The place for one state, to be used soon; None if it is taken, which is counted. Never waits."""
@@ -97,6 +99,16 @@ class KvWriter:
         """Whether :meth:`reserve` would give a place."""
         return not (self._taken or self._ended)
 
+    async def wait_free(self) -> None:
+        """Wait until :meth:`reserve` gives a place, or the writer has ended."""
+        while self._taken and not self._ended:
+            await self._rested.park()
+
+    async def wait_idle(self) -> None:
+        """Wait until everything that was reserved and posted is done, or the writer has ended."""
+        while not self._ended and (self._taken or self._calling or self._posted):
+            await self._rested.park()
+
     def _fill(self, job: _Job) -> None:
         if self._ended:
             job.done(None)
@@ -118,7 +130,8 @@ class KvWriter:
                 if self._waiting is None:
                     await self._call(self._posted.popleft())
                     continue
-                job, self._waiting, self._taken = self._waiting, None, False
+                job, self._waiting = self._waiting, None
+                self._let_go()
                 stored, result = await self._call(job.store)
                 self.stored += stored
                 self.failed += not stored
@@ -131,14 +144,24 @@ class KvWriter:
                 if left is not None:
                     left.done(None)
             self._waiting = None
+            self._rested.unpark_all()
+
+    def _let_go(self) -> None:
+        """The place is free."""
+        self._taken = False
+        self._rested.unpark_all()
 
     async def _call(self, call: Callable[[], object]) -> tuple[bool, object]:
         """Whether it returned, and what."""
+        self._calling = True
         try:
             return True, await self.run_sync(call)
         except Exception:
             _log.exception("a state could not be stored")
             return False, None
+        finally:
+            self._calling = False
+            self._rested.unpark_all()  # they look when whoever is told of this has been
 
     async def run_sync(self, call: Callable[[], T]) -> T:
         """Call what may take a disk's time, and wait. Cancelled, the call goes on, and goes nowhere."""

@@ -30,6 +30,9 @@ from .runtime import InlineRuntime, Runtime, open_runtime_thread
 from .scheduler import Scheduler, open_scheduler
 from .tokenizer import Tokenizer, TokenizerError
 
+ENDING_SECS = 1.0
+"""How long a stage that ends goes on writing states of its prefix cache, where nobody says."""
+
 
 class Stage:
     """One stage that is loaded and listening. Made by :func:`open_stage`."""
@@ -82,6 +85,7 @@ async def open_stage(
     telemetry: Telemetry = NULL_TELEMETRY,
     identity: ModelIdentity | None = None,
     inline: bool = False,
+    ending_secs: Callable[[], float] = lambda: ENDING_SECS,
     open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]] = open_runtime_thread,
 ) -> AsyncIterator[Stage]:
     """Bind, load the engine, and serve until the block is left.
@@ -95,6 +99,7 @@ async def open_stage(
         listen_socket: an already listening TCP socket to use instead of binding ``bind_addr``.
         identity: the model that the engine's part belongs to; by default its name and shape.
         inline: run the engine on the event loop (exact engines under a virtual clock).
+        ending_secs: asked as the block is left: how long states of the prefix cache may still be written.
         open_runtime: what runs it where it is not inline.
 
     Raises:
@@ -115,7 +120,9 @@ async def open_stage(
         )
         readers = None if identity is None else identity.state_readers
         cache = await stack.enter_async_context(
-            open_cache(config, scheduler, identity=readers, inline=not runtime.threads)
+            open_cache(
+                config, scheduler, identity=readers, inline=not runtime.threads, ending_secs=ending_secs
+            )
         )
         context = _make_context(config, topology, options, scheduler, links, telemetry, identity, cache)
         stage = Stage(context, listener.endpoint, _tokenizer(context, identity))

@@ -152,6 +152,19 @@ class StateTier:
             self._under_way.remove(path)
             place.give_up()
 
+    async def write_out(self) -> None:
+        """Store what is kept and is not on disk yet, the last used first, and what is under way.
+
+        Nothing without a directory. Cancelled, what has not reached the disk does not appear there.
+        """
+        if self.durable is None:
+            return
+        for entry in reversed(self._index.entries()):
+            await self.writer.wait_free()
+            if not (entry.removed or entry.live):
+                self.export(entry)
+        await self.writer.wait_idle()
+
     def forget(self, unwanted: Callable[[str, array[int]], bool]) -> None:
         """Let nothing come of exports under way whose namespace and tokens are ``unwanted``. Never waits."""
         for path in self._under_way:

@@ -32,7 +32,7 @@ def tell(line):
 """
 SERVING = 'tell(b"serving")\n'
 READY = SERVING + 'tell(b"ready")\n'
-UNTIL_PARENT_ENDS = "sys.stdin.buffer.read()\n"
+UNTIL_PARENT_ENDS = "for _ in sys.stdin.buffer: pass\n"  # a handled signal is seen behind each line
 TOKEN = "a-secret-token"
 AT_ONCE = RestartPolicy(max_restarts=2, first_pause_secs=0.0)
 
@@ -410,3 +410,34 @@ signal.signal(signal.SIGTERM, stop)
         assert all_gone(chain)
         assert log.read_text() == "01"
         assert not supervisor.unreturned
+
+    async def test_the_others_need_not_wait_for_what_stage_0_still_writes(self, tmp_path: Path) -> None:
+        """It ends after they have: else it would be killed. All know how long they have."""
+        gone, up = tmp_path / "gone", tmp_path / "up"
+        told = f"""
+def stop(*_):
+    open({str(tmp_path)!r} + "/" + options["--listen-fd"], "w").write(sys.stdin.readline())
+"""
+        first = f"""{told}    tell(b"alone")
+    while not os.path.exists({str(gone)!r}): time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+while not os.path.exists({str(up)!r}): time.sleep(0.01)
+{READY}
+while True: time.sleep(60)
+"""
+        second = f"""{told}    open({str(gone)!r}, "w")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+open({str(up)!r}, 'w')
+while True: time.sleep(60)
+"""
+        chain = make_chain(first, second, grace_secs=60)
+        names = [str(child.listener.fileno()) for child in chain.children]
+        supervisor = Supervisor(chain, relay=False, ready=lambda: scope.cancel(), loading=lambda: None)
+        with trio.CancelScope() as scope, trio.fail_after(30):
+            await supervisor.run()
+        assert all_gone(chain)
+        assert not supervisor.unreturned
+        for name in names:
+            assert json.loads((tmp_path / name).read_text()) == {"notice": None, "kill_secs": 60}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ def tier(cluster: Cluster, index: int = 0) -> StateTier:
     states = cache_of(cluster, index).states
     assert states is not None
     return states
+
+
+def written(root: Path) -> list[Path]:
+    """Files of states, the unfinished ones too."""
+    return [*root.glob("*/states/*"), *root.glob("*/states/.*")]
 
 
 async def ask(driver: Driver, prompt: Sequence[int], restored: int, count: int = 4, **keys: Any) -> Answer:
@@ -270,13 +276,67 @@ async def test_in_threads_as_well(tmp_path: Path) -> None:
     with trio.fail_after(30):
         async with cached_cluster(2, kv=kv, lane_count=1) as cluster, driver_of(cluster) as driver:
             assert (await complete(driver, PROMPTS[0], 4)).restored == 0
-        # Whatever was written until then is whole, and of this identity.
         async with cached_cluster(2, kv=kv, lane_count=1) as cluster, driver_of(cluster) as driver:
             for index in range(2):
                 durable: DurableStore | None = tier(cluster, index).durable
                 assert durable is not None
                 assert (durable.stats().corrupt, durable.stats().unreadable) == (0, 0)
-            assert (await complete(driver, PROMPTS[0], 8)).tokens == unsplit_tokens(PROMPTS[0], 8)
+            answer = await complete(driver, PROMPTS[0], 8)
+            assert answer == Answer(LAST, unsplit_tokens(PROMPTS[0], 8))
+
+
+@both
+async def test_a_stage_that_ends_writes_what_it_keeps(stages: int, tmp_path: Path) -> None:
+    """Also what the writer had no place for, and what it was to remove."""
+    kv = {"directory": str(tmp_path)}
+    four: dict[str, Any] = {"lane_count": 4, "inline": True}
+    with trio.fail_after(30):
+        async with cached_cluster(stages, kv=kv, **four) as cluster, driver_of(cluster) as driver:
+            await ask(driver, PROMPTS[3], 0)
+            states = [tier(cluster, index) for index in range(stages)]
+            places = [each.writer.reserve() for each in states]
+            for prompt in PROMPTS[:3]:
+                await ask(driver, prompt, 0)
+            for index in range(stages):
+                index_of = cache_of(cluster, index).index
+                (old,) = [e for e in index_of.entries() if e.tokens[: LAST + 1].tolist() == PROMPTS[3]]
+                cache_of(cluster, index).forget(old)
+            for place in places:
+                assert place is not None
+                place.give_up()
+        assert len(written(tmp_path)) == 3 * stages
+        async with cached_cluster(stages, kv=kv, **four) as cluster, driver_of(cluster) as driver:
+            await ask(driver, PROMPTS[3], 0)
+            for prompt in PROMPTS[:3]:
+                await ask(driver, prompt, LAST)
+
+
+class Unwilling(ToyEngine):
+    """Never comes to an end with exporting."""
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.asked, self.ending = threading.Event(), threading.Event()
+
+    def export_state(self, sequence: int, length: int) -> memoryview:
+        self.asked.set()
+        assert self.ending.wait(20)
+        return super().export_state(sequence, length)
+
+    def abort(self) -> None:
+        self.ending.set()
+
+
+@pytest.mark.parametrize("ending_secs", [-1.0, 0.05])
+async def test_what_is_not_written_in_time_is_not_there_at_all(ending_secs: float, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"kv": {"directory": str(tmp_path)}, "lane_count": 1}
+    with trio.fail_after(30):
+        slow = cached_cluster(1, make_engine=Unwilling, ending_secs=ending_secs, **keys)
+        async with slow as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPTS[0], 4)
+        assert written(tmp_path) == []
+        async with cached_cluster(1, **keys) as cluster, driver_of(cluster) as driver:
+            assert (await complete(driver, PROMPTS[0], 4)).restored == 0
 
 
 class Windowed(ToyEngine):

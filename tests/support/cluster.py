@@ -120,6 +120,7 @@ async def toy_cluster(
     make_engine: Callable[..., Any] = ToyEngine,
     layers: int = LAYERS,
     telemetry: Telemetry = NULL_TELEMETRY,
+    ending_secs: float = 20.0,
     **keys: Any,
 ) -> AsyncIterator[Cluster]:
     """A chain of ``stages`` toy stages: over memory links by default, over real ones on any free ports.
@@ -170,6 +171,7 @@ async def toy_cluster(
                         inline=inline,
                         telemetry=telemetry,
                         identity=_identity_of(config, layers),
+                        ending_secs=lambda: ending_secs,
                     )
                 ),
             )
