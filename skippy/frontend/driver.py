@@ -103,6 +103,10 @@ class ChainGenerator:
         return self._stage.tokenizer
 
     @property
+    def lanes(self) -> int:
+        return self._pool.size
+
+    @property
     def unready(self) -> str | None:
         return self._pool.unready
 
@@ -135,8 +139,7 @@ class ChainGenerator:
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         return self.gate.preparing()
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:
+    def _check_length(self, request: GenerationRequest) -> int:
         count, limit = len(request.prompt), self.context_length
         if not 0 < count < limit:
             raise ContextLengthExceeded(
@@ -144,7 +147,35 @@ class ChainGenerator:
                 if count
                 else "the prompt is empty"
             )
-        request = attrs.evolve(request, max_tokens=min(request.max_tokens, limit - count))
+        return count
+
+    async def share(self, request: GenerationRequest) -> int:
+        count = self._check_length(request)
+        if not self.restorer.keeps(count - 1):
+            return 0
+        request = attrs.evolve(request, sampling=None, top_logprobs=None)
+        plan = await self.restorer.plan(request, (), audit=False)
+        if plan.length == count - 1:
+            return plan.length
+        admission = await self.gate.acquire(count, 0)
+        with admission.running() as lane:
+            lane.request = self._new_id(), self._new_id()
+            try:
+                await self.prefill.configure(lane, request)
+                restored = await self.restorer.restore(lane, request, (), plan)
+                await self.prefill.run(lane, request, (), restored.length, plan.schedule)
+            except StageError:  # the generations find out for themselves, and can be replayed
+                return 0
+            finally:
+                self.prefill.ended(lane)
+            lane.left = request.namespace, request.prompt[:-1]
+        await self._pool.wait_left(lane)
+        return restored.length
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:
+        count = self._check_length(request)
+        request = attrs.evolve(request, max_tokens=min(request.max_tokens, self.context_length - count))
         telemetry = self._stage.context.telemetry
         asked = trio.current_time()
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):

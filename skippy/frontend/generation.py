@@ -177,6 +177,10 @@ class Generator(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
+    def lanes(self) -> int:
+        """Generations that can run at once."""
+
+    @property
     def unready(self) -> str | None:
         """Why the chain cannot serve now, for clients; None while every stage is connected and loaded."""
 
@@ -213,6 +217,17 @@ class Generator(Protocol):
         """A block in which a request's prompt is made, which counts as one that waits for a lane.
 
         Raises (on entering): TooManyRequests, the queue is full.
+        """
+
+    async def share(self, request: GenerationRequest) -> int:
+        """Have a prompt computed once, for several generations that are about to continue it.
+
+        Takes a lane meanwhile, as a generation does, and leaves what it computes to the stages' caches. Does
+        nothing where those keep no prompts, or none so short, or have all of it.
+
+        Returns: tokens of the prompt that the caches had before.
+
+        Raises: as entering :meth:`generate` does. A chain that fails at it is for the generations to find.
         """
 
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[TokenStream]:

@@ -227,6 +227,11 @@ class LanePool:
         while any(pooled.left is not None for pooled in self._lanes):
             await self._cleaned.park()
 
+    async def wait_left(self, pooled: PooledLane) -> None:
+        """Wait until what ``left`` says of a lane that was given back is with the stages, or it ends."""
+        while pooled.left is not None and not pooled.ended:
+            await self._cleaned.park()
+
     def _tell(self, pooled: PooledLane) -> None:
         for changed in self._watchers:
             changed(pooled)

@@ -14,6 +14,7 @@ from skippy.engine import Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .errors import ApiError
+from .prompts import Prompt
 from .schemas import ChatMessage
 from .templates import TemplateRenderer
 
@@ -98,9 +99,25 @@ class PromptBuilder:
             span["rendered_chars"] = len(rendered)
         return _split(rendered, originals)
 
-    async def text(self, prompt: str) -> list[int]:
-        """Prompt tokens of raw text. Texts of special tokens count as such: the caller writes the prompt."""
-        return await self._tokenise(self._encode_text, prompt)
+    async def tokens(self, prompt: Prompt, name: str = "prompt") -> list[int]:
+        """Prompt tokens of raw text, or of token ids as they are.
+
+        Texts of special tokens count as such: the caller writes the prompt. ``name`` is that of its field.
+
+        Raises:
+            ApiError: 400, text that no tokenizer takes, or ids that the model does not have.
+        """
+        if isinstance(prompt, str):
+            return await self._tokenise(self._encode_text, prompt)
+        check_token_ids(prompt, self._vocabulary, name)
+        return list(prompt)
+
+    def echo(self, prompt: Prompt) -> str:
+        """The text of a prompt."""
+        if isinstance(prompt, str):
+            return prompt
+        data = b"".join(self._vocabulary.piece(token, special=True) for token in prompt)
+        return data.decode("utf-8", "replace")
 
     async def _tokenise(self, encode: Callable[[T], list[int]], value: T) -> list[int]:
         with self._telemetry.span(names.STAGE_OPENAI_TOKENIZE) as span:
@@ -150,10 +167,10 @@ def _token_text(vocabulary: Vocabulary, token: int | None) -> str:
     return "" if token is None else vocabulary.piece(token, special=True).decode("utf-8", "replace")
 
 
-def check_token_ids(prompt: Sequence[int], vocabulary: Vocabulary) -> None:
+def check_token_ids(prompt: Sequence[int], vocabulary: Vocabulary, name: str) -> None:
     """Refuse token ids that the model does not have."""
     for index, token in enumerate(prompt):
         if token >= vocabulary.size:
-            param = f"prompt[{index}]"
+            param = f"{name}[{index}]"
             text = f"{param} is {token}; this model's token ids are 0 to {vocabulary.size - 1}"
             raise ApiError(text, param=param)

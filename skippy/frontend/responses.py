@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from .choices import ChoiceResult, Piece, ScoredToken
 from .errors import ApiError
-from .generation import FinishReason, Timings
+from .generation import Timings
 from .running import Usage
+
+Scorer = Callable[[Sequence[ScoredToken]], dict[str, Any]]
 
 DONE_EVENT = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -72,52 +76,117 @@ def _per_second(count: int, ms: float) -> float:
 class ResponseShape(Protocol):
     """How one route words its answer. One instance per response: all its chunks have the same id and time."""
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks that come before the text."""
+    def opening(self) -> bytes:
+        """Events that come before the text, once there is any."""
 
-    def delta(self, text: str) -> bytes:
-        """The event of a piece of text."""
+    def delta(self, choice: int, text: str) -> bytes:
+        """The event of a piece that is text and nothing else; empty where there is nothing to tell of it."""
 
-    def finish(self, reason: FinishReason | None) -> dict[str, Any]: ...
+    def piece(self, piece: Piece) -> bytes:
+        """The events of any other piece."""
 
-    def usage(self, usage: Usage) -> dict[str, Any]: ...
+    def closing(self, usage: Usage, timings: Timings) -> bytes:
+        """All that follows the last piece of the last choice."""
 
-    def whole(self, text: str, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream whose answer has failed."""
+
+    def whole(self, choices: Sequence[ChoiceResult], usage: Usage, timings: Timings) -> dict[str, Any]:
         """The answer of a request that does not stream."""
 
 
 class _Shape:
+    """What the two older routes have in common.
+
+    Args:
+        scorer: words the log-probabilities of tokens; None: the request did not ask for any.
+        n: choices of the answer.
+    """
+
     prefix = ""
     chunk_object = ""
     whole_object = ""
 
-    def __init__(self, model: str, *, include_usage: bool = False) -> None:
+    def __init__(
+        self, model: str, *, include_usage: bool = False, scorer: Scorer | None = None, n: int = 1
+    ) -> None:
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._include_usage = include_usage
+        self._scorer = scorer
+        self._n = self._running = n
+        self._closing: list[dict[str, Any]] = []
+        """The last chunk of the last choice, which waits for the counts."""
         # All chunks of text are the same but for the text, so only that is encoded for each of them.
-        self._before, _, self._behind = event(self._delta(_PLACEHOLDER)).rpartition(dump(_PLACEHOLDER))
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _choice(self, index: int, text: str | None, **more: Any) -> dict[str, Any]:
+        """A choice in a chunk; ``text``: None where the chunk has none to tell of."""
         raise NotImplementedError
 
-    def delta(self, text: str) -> bytes:
-        return self._before + dump(text) + self._behind
+    def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        return b""
+
+    def delta(self, choice: int, text: str) -> bytes:
+        frame = self._frames.get(choice)
+        if frame is None:
+            chunk = self._chunk([self._choice(choice, _PLACEHOLDER)])
+            before, _, behind = event(chunk).rpartition(dump(_PLACEHOLDER))
+            frame = self._frames[choice] = before, behind
+        return frame[0] + dump(text) + frame[1]
+
+    def piece(self, piece: Piece) -> bytes:
+        index, reason = piece.choice, piece.finish_reason
+        events = b""
+        if piece.scores:
+            choice = self._choice(index, piece.text, logprobs=self._score(piece.scores))
+            events = event(self._chunk([choice]))
+        elif piece.text:
+            events = self.delta(index, piece.text)
+        if reason is not None:
+            self._running -= 1
+            finish = self._chunk([self._choice(index, None, finish_reason=reason)])
+            if self._running:
+                return events + event(finish)
+            self._closing = [finish]
+        return events
+
+    def closing(self, usage: Usage, timings: Timings) -> bytes:
+        chunks = [*self._closing, {**self._chunk([]), "usage": usage_object(usage)}]
+        if not self._include_usage:
+            del chunks[-1]
+        chunks[-1]["timings"] = timings_object(timings, usage)
+        return b"".join(map(event, chunks)) + DONE_EVENT
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error) + DONE_EVENT
+
+    def whole(self, choices: Sequence[ChoiceResult], usage: Usage, timings: Timings) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": self.whole_object,
+            "choices": [
+                self._whole_choice(
+                    index,
+                    choice.text,
+                    logprobs=self._score(choice.scores),
+                    finish_reason=choice.finish_reason,
+                )
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage_object(usage),
+            "timings": timings_object(timings, usage),
+        }
+
+    def _score(self, scores: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        return None if self._scorer is None else self._scorer(scores)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
         # With include_usage every chunk has the member, null in all but the last.
         return {**chunk, "usage": None} if self._include_usage else chunk
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        return {**self._chunk([]), "usage": usage_object(usage)}
-
-    def _whole(self, choice: dict[str, Any], usage: Usage) -> dict[str, Any]:
-        return {
-            **self._head,
-            "object": self.whole_object,
-            "choices": [choice],
-            "usage": usage_object(usage),
-        }
 
 
 class ChatShape(_Shape):
@@ -127,41 +196,38 @@ class ChatShape(_Shape):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def _choice(self, delta: dict[str, Any], reason: FinishReason | None = None) -> dict[str, Any]:
-        return self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}])
+    def _choice(self, index: int, text: str | None, **more: Any) -> dict[str, Any]:
+        delta = {} if text is None else {"content": text}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
-    def opening(self) -> list[dict[str, Any]]:
-        return [self._choice({"role": "assistant", "content": ""})]
+    def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+        return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}, **more}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return self._choice({"content": text})
-
-    def finish(self, reason: FinishReason | None) -> dict[str, Any]:
-        return self._choice({}, reason)
-
-    def whole(self, text: str, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return self._whole({"index": 0, "message": message, "logprobs": None, "finish_reason": reason}, usage)
+    def opening(self) -> bytes:
+        first = {"role": "assistant", "content": ""}
+        chunks = (self._chunk([self._choice(index, None, delta=first)]) for index in range(self._n))
+        return b"".join(map(event, chunks))
 
 
 class CompletionShape(_Shape):
-    """``/v1/completions``."""
+    """``/v1/completions``.
+
+    Attributes:
+        echoes: for each choice, the prompt that its text begins with; empty where that is not wanted. To be
+            set before the first token.
+    """
 
     prefix = "cmpl-"
     chunk_object = "text_completion"
     whole_object = "text_completion"
+    echoes: Sequence[str] = ()
 
-    def _choice(self, text: str, reason: FinishReason | None = None) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, text: str | None, **more: Any) -> dict[str, Any]:
+        return {"index": index, "text": text or "", "logprobs": None, "finish_reason": None, **more}
 
-    def opening(self) -> list[dict[str, Any]]:
-        return []
+    def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+        echo = self.echoes[index] if self.echoes else ""
+        return self._choice(index, echo + text, **more)
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return self._chunk([self._choice(text)])
-
-    def finish(self, reason: FinishReason | None) -> dict[str, Any]:
-        return self._chunk([self._choice("", reason)])
-
-    def whole(self, text: str, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
-        return self._whole(self._choice(text, reason), usage)
+    def opening(self) -> bytes:
+        return b"".join(self.delta(index, echo) for index, echo in enumerate(self.echoes) if echo)

@@ -86,6 +86,17 @@ class Restorer:
         """Whether the next request, if it is a hit, is to be computed all the same, and compared."""
         return self._cache is not None and self._draw() < self._cache.settings.audit_rate
 
+    def keeps(self, length: int) -> bool:
+        """Whether a prompt of so many tokens, once computed, is there for the next request."""
+        if self._cache is None or not self._cache.settings.lookup:
+            return False
+        return length >= self._least
+
+    @property
+    def _least(self) -> int:
+        assert self._cache is not None
+        return max(1, self._cache.settings.min_tokens)
+
     def known_answer(self, request: GenerationRequest) -> tuple[int, ...]:
         """The first tokens that an equal request was given, where this one must be given the same."""
         if self._answers is None or request.top_logprobs is not None:
@@ -107,14 +118,11 @@ class Restorer:
             audit: a hit is to be computed all the same.
         """
         cache = self._cache
-        if cache is None or not cache.settings.lookup:
-            return NOTHING
         tokens = tokens_before_last(request, generated)
-        least = max(1, cache.settings.min_tokens)
-        if len(tokens) < least:
+        if cache is None or not self.keeps(len(tokens)):
             return NOTHING
         length = cache.longest(request.namespace, tokens)
-        if await self._pool.wait_kept(request.namespace, tokens, max(length, least - 1)):
+        if await self._pool.wait_kept(request.namespace, tokens, max(length, self._least - 1)):
             length = cache.longest(request.namespace, tokens)
         if not length:
             cache.missed()

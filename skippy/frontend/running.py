@@ -1,35 +1,37 @@
-"""One generation as a task: tokens in, text events out through a bounded channel."""
+"""One answer as a task: prompts in, pieces of text of all its choices out through a bounded channel."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, Literal
 
 import attrs
 import trio
 
-from skippy.engine import Vocabulary
 from skippy.stage.nurseries import leaves
 
+from .choices import Choice, ChoiceResult, Piece, choice_sampling
 from .errors import ApiError, from_generation_error, internal_error
 from .generation import FinishReason, GenerationError, GenerationRequest, Generator, Timings
-from .text import Detokeniser, StopMatcher
 
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["running", "completed", "failed", "cancelled", "stalled"]
 
 SHUTTING_DOWN: Final = "the server is shutting down"
+_LEFT_OVER: Final = Piece(0, "")
 
 
 @attrs.frozen(slots=True)
 class Usage:
-    """Token counts of a finished generation.
+    """Token counts of a finished answer.
 
-    ``completion_tokens`` counts every generated token, also those whose text a stop string swallowed, but not
-    the end-of-generation token. ``cached_tokens`` of the prompt were not computed for it.
+    ``prompt_tokens`` counts each prompt once, however many choices continue it. ``completion_tokens`` counts
+    every generated token of every choice, also those whose text a stop string swallowed, but not the
+    end-of-generation tokens. ``cached_tokens`` of the prompts were not computed for this answer.
     """
 
     prompt_tokens: int
@@ -38,55 +40,89 @@ class Usage:
 
 
 class GenerationTask:
-    """Owns one generation from prompt to last token.
+    """Owns one answer, from its prompts to the last token of its last choice.
 
     Start :meth:`run` in the nursery of the client's connection, wait for :meth:`started`, then read
-    :attr:`events` to their end and look at :attr:`error` and :attr:`finish_reason`. The lane is free as soon
-    as the generation ends, whether or not its events have been read.
+    :attr:`events` to their end and look at :attr:`error` and :attr:`choices`. A lane is free as soon as the
+    choice on it ends, whether or not its events have been read.
+
+    Choices run at once as far as there are lanes, the others take their turns; none holds a lane while it
+    waits. Where a prompt has several, it is first computed once and left to the stages' caches, where they
+    keep it. If one choice fails, the answer does, and all of its lanes are freed.
 
     Args:
-        prepare: makes the request, in this task; an ApiError from it is the generation's.
-        stall_secs: a reader that leaves a full channel alone for this long loses the generation.
+        prepare: makes the requests, one for each prompt, in this task; an ApiError from it is the answer's.
+        n: choices for each prompt. Those of the first prompt come first.
+        stall_secs: a reader that leaves a full channel alone for this long loses the answer.
         buffer: events the channel holds.
 
     Attributes:
-        express: takes a piece of text in place of a reader that waits for one, which saves the switch to the
-            reader's task with every token. False: the reader must go on, and gets an empty piece.
-        timings: of the generation, complete once it has ended.
-        finishing: all tokens have come; what is left is to hand the last text over.
+        express: takes the index of a choice and a piece of its text in place of a reader that waits for one,
+            which saves the switch to the reader's task with every token. False: the reader must go on, and
+            gets an empty piece.
+        choices: in the order of their indices; empty before the requests are there.
     """
 
     def __init__(
         self,
         generator: Generator,
-        prepare: Callable[[], Awaitable[GenerationRequest]],
+        prepare: Callable[[], Awaitable[Sequence[GenerationRequest]]],
         stops: Sequence[str],
         *,
+        n: int = 1,
         stall_secs: float,
         buffer: int,
     ) -> None:
         self._generator = generator
         self._prepare = prepare
-        self._prompt_tokens = 0
-        self._vocabulary: Vocabulary = generator.vocabulary
-        self._detokeniser = Detokeniser()
-        self._matcher = StopMatcher(stops)
+        self._stops = stops
+        self._n = n
         self._stall_secs = stall_secs
-        self._send, self._receive = trio.open_memory_channel[str | None](buffer)
+        self._send, self._receive = trio.open_memory_channel[Piece | None](buffer)
         self._scope = trio.CancelScope()
         self._begun = trio.Event()
+        self._begun_at = self._ended_at = 0.0
         self._pause = trio.lowlevel.ParkingLot()
-        self._generated = 0
-        self.express: Callable[[str], bool] | None = None
+        self._turn = trio.Lock()
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        """Of prompts that several choices share."""
+        self.express: Callable[[int, str], bool] | None = None
         self.outcome: Outcome = "running"
-        self.finish_reason: FinishReason | None = None
+        self.choices: list[Choice] = []
         self.error: ApiError | None = None
-        self.timings = Timings()
-        self.finishing = False
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._prompt_tokens, self._generated, self.timings.cached_tokens)
+        cached = self._cached_tokens
+        if self._n == 1:
+            cached = sum(choice.timings.cached_tokens for choice in self.choices)
+        return Usage(self._prompt_tokens, self._generated, cached)
+
+    @property
+    def timings(self) -> Timings:
+        """Of the one choice; of several, the first one's with the time in which all of them were answered."""
+        if not self.choices:
+            return Timings()
+        first = self.choices[0].timings
+        if len(self.choices) == 1:
+            return first
+        answer_ms = 1000 * (self._ended_at - self._begun_at)
+        return attrs.evolve(first, cached_tokens=self.usage.cached_tokens, answer_ms=answer_ms)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """That of the first choice."""
+        return self.choices[0].finish_reason if self.choices else None
+
+    @property
+    def finishing(self) -> bool:
+        """All tokens have come; what is left is to hand the last text over."""
+        return bool(self.choices) and all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def _generated(self) -> int:
+        return sum(choice.generated for choice in self.choices)
 
     @property
     def begun(self) -> bool:
@@ -106,19 +142,29 @@ class GenerationTask:
             ApiError: the generation failed before its first token.
         """
         await self._begun.wait()
-        if self.error is not None and self._generated == 0:
+        if self.error is not None and not self._generated:
             raise self.error
 
     @property
-    def events(self) -> trio.MemoryReceiveChannel[str | None]:
-        """Pieces of text; an empty one says that :attr:`express` has left something to the reader.
+    def events(self) -> trio.MemoryReceiveChannel[Piece | None]:
+        """What the choices say; an empty piece says that :attr:`express` has left something to the reader.
 
-        None: nothing has come for a while (:meth:`keep_alive`). Ends with the generation, however that ends.
+        None: nothing has come for a while (:meth:`keep_alive`). Ends with the answer, however that ends.
         """
         return self._receive
 
+    async def results(self) -> list[ChoiceResult]:
+        """Read all events: the choices as wholes. Raises the ApiError of an answer that has failed."""
+        results: dict[int, ChoiceResult] = {}
+        async for piece in self._receive:
+            if piece is not None:
+                results.setdefault(piece.choice, ChoiceResult()).add(piece)
+        if self.error is not None:
+            raise self.error
+        return [results[choice.index] for choice in self.choices]
+
     def shut_down(self) -> None:
-        """End the generation with an error that says why. Does not wait."""
+        """End the answer with an error that says why. Does not wait."""
         if self.outcome == "running":
             self.error = ApiError(SHUTTING_DOWN, status=503)
             self._scope.cancel()
@@ -159,44 +205,64 @@ class GenerationTask:
 
     async def _generate(self) -> None:
         with self._generator.preparing():
-            request = await self._prepare()
-            self._prompt_tokens = len(request.prompt)
-        async with self._generator.generate(request) as stream:
-            stream.express, self.timings = self._take_now, stream.timings
-            async for token in stream:
-                self._generated += 1
-                if not self.begun:
-                    self._begin()
-                text = self._detokeniser.feed(self._vocabulary.piece(token))
-                if not await self._emit(self._matcher.feed(text)):
-                    return
-                if self._matcher.stopped:
-                    break
-            if not self._matcher.stopped:
-                self.finish_reason = stream.finish_reason
-        self.finishing = True
-        if not self._matcher.stopped:
-            rest = self._matcher.feed(self._detokeniser.finish()) + self._matcher.finish()
-            if not await self._emit(rest):
-                return
-        if self._matcher.stopped:
-            self.finish_reason = "stop"
-        if self.finish_reason is None:
-            raise RuntimeError("the token stream ended without a finish reason")
+            requests = await self._prepare()
+        self._prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.choices = [
+            self._choice(index, requests[index // self._n]) for index in range(self._n * len(requests))
+        ]
+        if len(self.choices) == 1:
+            await self._run_choice(self.choices[0], requests[0])
+        else:
+            turns = zip(self.choices, (request for request in requests for _ in range(self._n)), strict=True)
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(self._generator.lanes, len(self.choices))):
+                    nursery.start_soon(self._take_turns, turns)
+        self._ended_at = trio.current_time()
         self.outcome = "completed"
 
+    def _choice(self, index: int, request: GenerationRequest) -> Choice:
+        scored = request.top_logprobs is not None
+        return Choice(index, self._generator.vocabulary, self._stops, scored=scored)
+
+    async def _take_turns(self, turns: Iterator[tuple[Choice, GenerationRequest]]) -> None:
+        """Run choices, one after the other, until none is left."""
+        while True:
+            async with self._turn:  # while a prompt is computed for all who share it, none of them begins
+                turn = next(turns, None)
+                if turn is None:
+                    return
+                choice, request = turn
+                number = choice.index % self._n
+                if self._n > 1 and not number:
+                    self._cached_tokens += await self._generator.share(request)
+            sampling = choice_sampling(request.sampling, number)
+            await self._run_choice(choice, attrs.evolve(request, sampling=sampling))
+
+    async def _run_choice(self, choice: Choice, request: GenerationRequest) -> None:
+        async with self._generator.generate(request) as stream:
+            stream.express, choice.timings = functools.partial(self._take_now, choice), stream.timings
+            async for token in stream:
+                if not self.begun:
+                    self._begin()
+                piece = choice.feed(token, stream.logprobs)
+                if piece is not None:
+                    await self._emit(piece)
+                if choice.stopped:
+                    break
+        await self._emit(choice.finish(stream.finish_reason))
+
     def _begin(self) -> None:
+        self._begun_at = self._begun_at or trio.current_time()
         self._begun.set()
         self._pause.unpark_all()
 
-    def _take_now(self, token: int) -> bool:
-        """Take a token in place of :meth:`_generate`; False, and nothing has happened, where that must."""
-        if self.express is None or self._matcher.seeks or not self._reader_waits:
+    def _take_now(self, choice: Choice, token: int) -> bool:
+        """Take a token in place of :meth:`_run_choice`; False, and nothing has happened, where that must."""
+        if self.express is None or not choice.is_plain or not self._reader_waits:
             return False
-        text = self._detokeniser.feed(self._vocabulary.piece(token))
-        self._generated += 1
-        if text and not self.express(text):
-            self._send.send_nowait("")
+        text = choice.take(token)
+        if text and not self.express(choice.index, text):
+            self._send.send_nowait(_LEFT_OVER)
         return True
 
     @property
@@ -204,28 +270,30 @@ class GenerationTask:
         """Whether the reader has taken all there was, and waits."""
         return self._send.statistics().tasks_waiting_receive > 0
 
-    async def _emit(self, text: str) -> bool:
-        """Hand over a piece of text; False if the reader has stalled or is gone: the generation must end."""
-        if not text:
-            return True
-        if self.express is not None and self._reader_waits:
-            if self.express(text):
-                return True
-            text = ""
+    async def _emit(self, piece: Piece) -> None:
+        """Hand over a piece. If the reader has stalled or is gone, the answer ends: cancels :meth:`run`."""
+        if self.express is not None and piece.is_only_text and self._reader_waits:
+            if self.express(piece.choice, piece.text):
+                return
+            piece = _LEFT_OVER
         try:
-            self._send.send_nowait(text)
-            return True
+            self._send.send_nowait(piece)
+            return
         except trio.WouldBlock:
             pass
         except trio.BrokenResourceError:
-            self.outcome = "cancelled"
-            return False
+            await self._end("cancelled")
         with trio.move_on_after(self._stall_secs):
-            await self._send.send(text)
-            return True
-        self.outcome = "stalled"
-        self.error = ApiError("the client stopped reading its stream", status=408)
-        return False
+            await self._send.send(piece)
+            return
+        self.error = self.error or ApiError("the client stopped reading its stream", status=408)
+        await self._end("stalled")
+
+    async def _end(self, outcome: Outcome) -> None:
+        if self.outcome == "running":
+            self.outcome = outcome
+        self._scope.cancel()
+        await trio.lowlevel.checkpoint()  # raises Cancelled
 
 
 def _shown(error: BaseException) -> ApiError:

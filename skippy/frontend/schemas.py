@@ -13,9 +13,12 @@ import attrs
 
 from skippy.protocol import SamplingConfig
 
+from .choices import MAX_CHOICES
 from .errors import ApiError
 from .fields import Fields, describe
-from .sampling import I32_MAX, U32_MAX, parse_sampling
+from .logprobs import parse_chat_logprobs, parse_completion_logprobs
+from .prompts import parse_prompts
+from .sampling import U32_MAX, parse_sampling
 from .strict_json import parse_object
 
 MAX_STOPS: Final = 16
@@ -53,6 +56,8 @@ class CommonRequest:
             context holds: some clients write 2**32 - 1 for the rest of it.
         sampling: enabled sampling block.
         cache_key: what the client wants its cached prompts kept apart by; None: nothing.
+        n: choices for each prompt.
+        top_logprobs: as :class:`skippy.frontend.generation.GenerationRequest` has it.
         cache_retention: ``in_memory``, ``24h`` or None: how long the client wants them kept at least.
     """
 
@@ -62,6 +67,8 @@ class CommonRequest:
     stop: tuple[str, ...]
     max_tokens: int | None
     sampling: SamplingConfig
+    n: int = 1
+    top_logprobs: int | None = None
     cache_key: str | None = None
     cache_retention: str | None = None
 
@@ -73,9 +80,10 @@ class ChatRequest(CommonRequest):
 
 @attrs.frozen(slots=True, kw_only=True)
 class CompletionRequest(CommonRequest):
-    """``prompt`` is text, or token ids that are taken as they are."""
+    """Each prompt is text, or token ids that are taken as they are; ``echo``: answers begin with it."""
 
-    prompt: str | tuple[int, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool = False
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -86,6 +94,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     """
     fields = Fields(parse_object(body))
     common = _common(fields, ("max_completion_tokens", "max_tokens"))
+    common["top_logprobs"] = parse_chat_logprobs(fields)
     _refuse_chat_features(fields)
     messages = fields.array("messages")
     if not messages:
@@ -103,13 +112,20 @@ def parse_completion(body: bytes) -> CompletionRequest:
     """
     fields = Fields(parse_object(body))
     common = _common(fields, ("max_tokens",))
-    fields.accept_only("best_of", (1,), "one completion is generated per request")
-    fields.accept_only("echo", (False,), "the prompt is not repeated in the answer")
+    common["top_logprobs"] = parse_completion_logprobs(fields)
+    n = common["n"]
+    fields.accept_only("best_of", (n,), f"all choices are returned, so best_of must be n, which is {n}")
     fields.accept_only("suffix", ("",), "text is only generated after the prompt")
-    fields.accept_only("logprobs", (False,), "log probabilities are not returned")
-    prompt = _prompt(fields)
+    echo = fields.boolean("echo")
+    if echo and common["top_logprobs"] is not None:
+        text = "is not supported with logprobs: those of the prompt's own tokens are not computed"
+        raise fields.error("echo", text, code="unsupported_model_feature")
+    prompts = parse_prompts(fields)
+    if n * len(prompts) > MAX_CHOICES:
+        text = f"has {len(prompts)} entries with n = {n}; at most {MAX_CHOICES} choices are generated at once"
+        raise fields.error("prompt", text)
     fields.refuse_unknown()
-    return CompletionRequest(prompt=prompt, **common)
+    return CompletionRequest(prompts=prompts, echo=echo, **common)
 
 
 def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
@@ -118,10 +134,7 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     if not model:
         raise fields.error("model", "is missing; GET /v1/models lists what is served")
     limits = [fields.integer(name, 1, U32_MAX) for name in limit_names]
-    count = fields.integer("n", 0, I32_MAX)
-    if count == 0:
-        raise fields.error("n", "is 0; it must be 1")
-    fields.accept_only("n", (1,), "one choice is generated per request, so n must be 1")
+    n = fields.integer("n", 1, MAX_CHOICES)
     stream = fields.boolean("stream")
     include_usage = _stream_options(fields, stream)
     fields.text("user")
@@ -134,6 +147,7 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
         "stop": _stops(fields),
         "max_tokens": next((limit for limit in limits if limit is not None), None),
         "sampling": parse_sampling(fields),
+        "n": n or 1,
         "cache_key": fields.text("prompt_cache_key"),
         "cache_retention": fields.get("prompt_cache_retention"),
     }
@@ -172,8 +186,6 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 def _refuse_chat_features(fields: Fields) -> None:
     """Accept what cannot change the answer, refuse the rest by name."""
-    fields.accept_only("logprobs", (False,), "log probabilities are not returned")
-    fields.accept_only("top_logprobs", (), "log probabilities are not returned")
     fields.accept_only("tools", ([],), "tool calls are not parsed")
     fields.accept_only("functions", ([],), "tool calls are not parsed")
     # Without tools "auto" means "none".
@@ -244,26 +256,6 @@ def _text_part(fields: Fields) -> str:
         raise fields.error("text", "is missing")
     fields.refuse_unknown()
     return text
-
-
-def _prompt(fields: Fields) -> str | tuple[int, ...]:
-    value = fields.get("prompt")
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        found = "missing" if value is None else describe(value)
-        raise fields.error("prompt", f"must be a string or an array of token ids; it is {found}")
-    if any(isinstance(item, str | list) for item in value):
-        text = "is a list of several prompts, which is not supported; send one request for each"
-        raise fields.error("prompt", text, code="unsupported_model_feature")
-    for index, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= I32_MAX:
-            raise fields.error(f"prompt[{index}]", "must be a token id, an integer from 0")
-    if not value:
-        raise fields.error("prompt", "is empty; at least one token id is needed")
-    return tuple(value)
 
 
 def check_model(model: str, served: str) -> None:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final, TypeVar
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import attrs
 import trio
 from quart import Response
 
+from skippy.engine import Vocabulary
 from skippy.engine.sampling import check_settings
 from skippy.telemetry import NULL_TELEMETRY, Level, Span, names
 
+from .choices import Piece, ScoredToken
 from .direct import DirectBody
 from .errors import ApiError
 from .generation import GenerationRequest, Generator
+from .logprobs import chat_logprobs, completion_logprobs
 from .namespaces import cache_namespace
 from .options import FrontendOptions
-from .prompting import PromptBuilder, check_token_ids
-from .responses import (
-    DONE_EVENT,
-    KEEP_ALIVE,
-    ChatShape,
-    CompletionShape,
-    ResponseShape,
-    dump,
-    error_event,
-    event,
-    timings_object,
-)
+from .prompting import PromptBuilder
+from .responses import KEEP_ALIVE, ChatShape, CompletionShape, ResponseShape, Scorer, dump
 from .running import SHUTTING_DOWN, GenerationTask
-from .schemas import CommonRequest, check_model, parse_chat, parse_completion
+from .schemas import ChatRequest, CommonRequest, check_model, parse_chat, parse_completion
 from .templates import TemplateRenderer
 
 R = TypeVar("R", bound=CommonRequest)
@@ -93,30 +87,43 @@ class CompletionService:
             ApiError: anything that goes wrong before the first token.
         """
         request = await self._parse(parse_chat, body)
+        scorer = None if request.top_logprobs is None else self._scorer(chat_logprobs)
+        usage = request.include_usage
+        shape = ChatShape(self.model_id, include_usage=usage, scorer=scorer, n=request.n)
+        return await self.answer(request, lambda: self.chat_prompt(request, caller), shape, caller)
 
-        async def prepare() -> GenerationRequest:
-            with self._preparing(caller):
-                prompt = await self._prompts.chat(request.messages)
-            return self._generation_request(request, prompt, "messages", caller)
-
-        shape = ChatShape(self.model_id, include_usage=request.include_usage)
-        return await self._answer(request, prepare, shape, caller)
+    async def chat_prompt(self, request: ChatRequest, caller: Caller) -> list[GenerationRequest]:
+        """What is to be generated for a conversation."""
+        with self._preparing(caller):
+            prompt = await self._prompts.chat(request.messages)
+        return [self._generation_request(request, prompt, "messages", caller)]
 
     async def completion(self, body: bytes, caller: Caller) -> Response:
         """Answer ``POST /v1/completions``. Raises as :meth:`chat` does."""
         request = await self._parse(parse_completion, body)
+        scorer = None if request.top_logprobs is None else self._scorer(completion_logprobs)
+        shape = CompletionShape(
+            self.model_id,
+            include_usage=request.include_usage,
+            scorer=scorer,
+            n=request.n * len(request.prompts),
+        )
 
-        async def prepare() -> GenerationRequest:
+        async def prepare() -> list[GenerationRequest]:
             with self._preparing(caller):
-                if isinstance(request.prompt, str):
-                    prompt = await self._prompts.text(request.prompt)
-                else:
-                    check_token_ids(request.prompt, self._generator.vocabulary)
-                    prompt = list(request.prompt)
-            return self._generation_request(request, prompt, "prompt", caller)
+                prompts = [
+                    await self._prompts.tokens(prompt, f"prompt[{index}]" if index else "prompt")
+                    for index, prompt in enumerate(request.prompts)
+                ]
+            if request.echo:
+                texts = [self._prompts.echo(prompt) for prompt in request.prompts]
+                shape.echoes = [text for text in texts for _ in range(request.n)]
+            return [self._generation_request(request, prompt, "prompt", caller) for prompt in prompts]
 
-        shape = CompletionShape(self.model_id, include_usage=request.include_usage)
-        return await self._answer(request, prepare, shape, caller)
+        return await self.answer(request, prepare, shape, caller)
+
+    def _scorer(self, word: Callable[[Vocabulary, Sequence[ScoredToken]], dict[str, Any]]) -> Scorer:
+        return functools.partial(word, self._generator.vocabulary)
 
     def _preparing(self, caller: Caller) -> Span:
         return self._telemetry.span(names.STAGE_OPENAI_PROMPT_PREPARE, request_id=caller.request_id)
@@ -159,22 +166,32 @@ class CompletionService:
             prompt=prompt,
             max_tokens=min(wanted, room),
             sampling=request.sampling,
+            top_logprobs=request.top_logprobs,
             namespace=cache_namespace(caller.credentials, request.cache_key),
         )
 
-    async def _answer(
+    async def answer(
         self,
         request: CommonRequest,
-        prepare: Callable[[], Awaitable[GenerationRequest]],
+        prepare: Callable[[], Awaitable[Sequence[GenerationRequest]]],
         shape: ResponseShape,
         caller: Caller,
     ) -> Response:
+        """Generate, and answer in the words of a route.
+
+        Args:
+            prepare: makes what is to be generated, one request for each prompt, with ``request.n`` choices.
+
+        Raises:
+            ApiError: anything that goes wrong before the first token.
+        """
         if self._closing:
             raise ApiError(SHUTTING_DOWN, status=503)
         task = GenerationTask(
             self._generator,
             prepare,
             request.stop,
+            n=request.n,
             stall_secs=self._options.stall_timeout_secs,
             buffer=self._options.event_buffer,
         )
@@ -183,22 +200,13 @@ class CompletionService:
             # What goes wrong in this time still gets a status of its own.
             with trio.move_on_after(self._options.keep_alive_secs):
                 await task.started()
-            body = _stream(
-                task,
-                shape,
-                caller.direct,
-                include_usage=request.include_usage,
-                keep_alive_secs=self._options.keep_alive_secs,
-            )
+            body = _stream(task, shape, caller.direct, keep_alive_secs=self._options.keep_alive_secs)
             response = Response(body, content_type="text/event-stream; charset=utf-8")
             response.headers["cache-control"] = "no-cache"
         else:
-            text = "".join([piece async for piece in task.events if piece])
-            if task.error is not None:
-                raise task.error
+            choices = await task.results()
             with self._telemetry.span(names.STAGE_OPENAI_RESPONSE_BUILD, request_id=caller.request_id):
-                whole = shape.whole(text, task.finish_reason, task.usage)
-                whole["timings"] = timings_object(task.timings, task.usage)
+                whole = shape.whole(choices, task.usage, task.timings)
                 response = Response(dump(whole), content_type="application/json")
         response.timeout = None
         return response
@@ -239,25 +247,19 @@ class CompletionService:
 
 
 async def _stream(
-    task: GenerationTask,
-    shape: ResponseShape,
-    direct: DirectBody | None,
-    *,
-    include_usage: bool,
-    keep_alive_secs: float,
+    task: GenerationTask, shape: ResponseShape, direct: DirectBody | None, *, keep_alive_secs: float
 ) -> AsyncIterator[bytes]:
-    """Server-sent events of a generation. Holds nothing that would need an await to let go."""
+    """Server-sent events of an answer. Holds nothing that would need an await to let go."""
     if direct is not None:
         direct.on_probe = task.probe
     while not task.begun:
         yield KEEP_ALIVE
         await task.wait_begun(keep_alive_secs)
-    opening = b"".join(event(chunk) for chunk in shape.opening())
-    if opening:
+    if opening := shape.opening():
         yield opening
     if direct is not None:
         send_now = direct.send_now
-        task.express = lambda text: send_now(shape.delta(text))
+        task.express = lambda choice, text: not (data := shape.delta(choice, text)) or send_now(data)
     async for piece in task.events:
         if direct is not None:
             await direct.flush()
@@ -265,13 +267,12 @@ async def _stream(
         # Whatever else is waiting goes out in the same write.
         while task.events.statistics().current_buffer_used:
             pieces.append(task.events.receive_nowait())
-        if frames := [KEEP_ALIVE if text is None else shape.delta(text) for text in pieces if text != ""]:
-            yield b"".join(frames)
-    if task.error is not None:
-        yield error_event(task.error) + DONE_EVENT
-        return
-    closing = [shape.finish(task.finish_reason)]
-    if include_usage:
-        closing.append(shape.usage(task.usage))
-    closing[-1]["timings"] = timings_object(task.timings, task.usage)
-    yield b"".join(map(event, closing)) + DONE_EVENT
+        if frames := b"".join(_frame(shape, piece) for piece in pieces):
+            yield frames
+    yield shape.closing(task.usage, task.timings) if task.error is None else shape.failure(task.error)
+
+
+def _frame(shape: ResponseShape, piece: Piece | None) -> bytes:
+    if piece is None:
+        return KEEP_ALIVE
+    return shape.delta(piece.choice, piece.text) if piece.is_only_text and piece.text else shape.piece(piece)

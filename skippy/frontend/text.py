@@ -17,6 +17,11 @@ class Detokeniser:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def pending(self) -> bool:
+        """Whether a character has begun and is not complete."""
+        return bool(self._decoder.getstate()[0])
+
     def feed(self, piece: bytes) -> str:
         return self._decoder.decode(piece)
 

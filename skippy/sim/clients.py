@@ -126,18 +126,19 @@ class Client:
         stops = self.asked.stops or ()
         wanted, reason = expected_text(*expected(self.model, request), stops)
 
-        async def prepare() -> GenerationRequest:
+        async def prepare() -> list[GenerationRequest]:
             await trio.lowlevel.checkpoint()
-            return request
+            return [request]
 
         task = GenerationTask(generator, prepare, stops, stall_secs=STALL_SECS, buffer=EVENTS)
         got = ""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(task.run)
             async for piece in task.events:
-                got += piece or ""
+                text = piece.text if piece is not None else ""
+                got += text
                 self.got += 1
-                self.trace(f"{self.name} text {piece!r}")
+                self.trace(f"{self.name} text {text!r}")
                 self._check(wanted.startswith(got), f"got {got!r}, and must get {wanted!r}")
                 if self.asked.leaves_after is not None and len(got) >= self.asked.leaves_after:
                     nursery.cancel_scope.cancel()

@@ -16,6 +16,7 @@ from skippy.frontend.app import create_app
 from skippy.frontend.generation import FinishReason, GenerationError, GenerationRequest, Timings
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
+from skippy.protocol import PositionLogProbabilities
 from skippy.stage import Tokenizer
 
 MODEL = "org/toy:Q4"
@@ -40,6 +41,7 @@ class ScriptedStream:
         self.finish_reason: FinishReason | None = None
         self.express: Callable[[int], bool] | None = None
         self.timings = Timings()
+        self.logprobs: PositionLogProbabilities | None = None
 
     def __aiter__(self) -> ScriptedStream:
         return self
@@ -80,6 +82,8 @@ class ScriptedGenerator:
         self.embedding_size: int | None = None
         self.requests: list[GenerationRequest] = []
         self.dropped: list[str] = []
+        self.shared: list[GenerationRequest] = []
+        self.lanes = 4
         self.active = 0
         self.idle = trio.Event()
         self.entry_error: GenerationError | None = None
@@ -108,6 +112,11 @@ class ScriptedGenerator:
         if self.queue_error is not None:
             raise self.queue_error
         yield
+
+    async def share(self, request: GenerationRequest) -> int:
+        await trio.lowlevel.checkpoint()
+        self.shared.append(request)
+        return 0
 
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ScriptedStream]:

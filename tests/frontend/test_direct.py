@@ -102,12 +102,12 @@ def test_an_event_of_text_is_the_chunk_with_that_text(text: str, model: str, inc
     text = text.encode("utf-8", "replace").decode()
     model = model.encode("utf-8", "replace").decode()
     usage = {"usage": None} if include_usage else {}
-    chat = chunk(ChatShape(model, include_usage=include_usage).delta(text))
+    chat = chunk(ChatShape(model, include_usage=include_usage).delta(0, text))
     assert chat == {
         "id": chat["id"], "created": chat["created"], "model": model, "object": "chat.completion.chunk",
         "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}],
     } | usage  # fmt: skip
-    plain = chunk(CompletionShape(model, include_usage=include_usage).delta(text))
+    plain = chunk(CompletionShape(model, include_usage=include_usage).delta(0, text))
     assert plain == {
         "id": plain["id"], "created": plain["created"], "model": model, "object": "text_completion",
         "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}],

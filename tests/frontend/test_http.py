@@ -285,7 +285,7 @@ _HEAD = f'{{"model":"{MODEL}",'
         (b"{}", "model"),
         ((_HEAD + '"messages":[]}').encode(), "messages"),
         ((_HEAD + '"messages":{}}').encode(), "messages"),
-        ((_HEAD + _USER + ',"n":2}').encode(), "n"),
+        ((_HEAD + _USER + ',"n":129}').encode(), "n"),
         ((_HEAD + _USER + ',"temprature":1}').encode(), "temprature"),
     ],
 )

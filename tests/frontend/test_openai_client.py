@@ -75,7 +75,7 @@ async def test_typed_exceptions() -> None:
     async with serving(generator) as url, asynchronous(url) as client:
         create = client.chat.completions.create
         with pytest.raises(openai.BadRequestError) as bad:
-            await create(model=MODEL, messages=_MESSAGES, n=2)
+            await create(model=MODEL, messages=_MESSAGES, n=129)
         assert bad.value.param == "n"
         with pytest.raises(openai.NotFoundError) as missing:
             await create(model="gpt-4o", messages=_MESSAGES)

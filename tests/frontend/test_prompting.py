@@ -66,8 +66,8 @@ async def test_bos_is_not_doubled() -> None:
     async with prompts(OtherTemplate("{{ bos_token }}{{ messages[0].content }}")) as builder:
         assert await builder.chat([ChatMessage("user", "x")]) == [BOS, *b"x"]
         assert await builder.chat([ChatMessage("user", "<s>")]) == [BOS, *b"<s>"]
-        assert await builder.text("<s>x") == [BOS, *b"x"]
-        assert await builder.text("x<s>") == [BOS, *b"x", BOS]
+        assert await builder.tokens("<s>x") == [BOS, *b"x"]
+        assert await builder.tokens("x<s>") == [BOS, *b"x", BOS]
 
 
 async def test_a_model_without_template_gets_chatml() -> None:
@@ -82,5 +82,5 @@ async def test_a_model_without_template_gets_chatml() -> None:
 async def test_cancelled_tokenisation_frees_the_thread() -> None:
     async with prompts() as builder:
         with trio.move_on_after(0):
-            await builder.text("x" * 1000)
-        assert await builder.text("y") == [BOS, *b"y"]
+            await builder.tokens("x" * 1000)
+        assert await builder.tokens("y") == [BOS, *b"y"]

@@ -89,11 +89,27 @@ def test_limits_and_stops() -> None:
 
 
 def test_prompts() -> None:
-    assert completion(prompt="x").prompt == "x"
-    assert completion(prompt=["x"]).prompt == "x"
-    assert completion(prompt=[1, 2]).prompt == (1, 2)
-    assert completion(prompt=[[1, 2]]).prompt == (1, 2)
-    assert completion(prompt="").prompt == ""
+    assert completion(prompt="x").prompts == ("x",)
+    assert completion(prompt=["x"]).prompts == ("x",)
+    assert completion(prompt=["x", "", "y"]).prompts == ("x", "", "y")
+    assert completion(prompt=[1, 2]).prompts == ((1, 2),)
+    assert completion(prompt=[[1, 2]]).prompts == ((1, 2),)
+    assert completion(prompt=[[1, 2], [3]]).prompts == ((1, 2), (3,))
+    assert completion(prompt="").prompts == ("",)
+
+
+def test_choices() -> None:
+    assert (chat().n, chat(n=128).n, completion(n=2, best_of=2).n) == (1, 128, 2)
+    assert completion(echo=True).echo
+    assert completion(prompt=["x"] * 64, n=2).n == 2
+
+
+def test_logprobs() -> None:
+    found = [chat(**more).top_logprobs for more in ({}, {"logprobs": False}, {"logprobs": True})]
+    assert found == [None, None, 0]
+    assert chat(logprobs=True, top_logprobs=20).top_logprobs == 20
+    found = [completion(logprobs=value).top_logprobs for value in (None, False, 0, 20)]
+    assert found == [None, None, 0, 20]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +139,10 @@ _REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
     ({"model": ""}, "model"),
     ({"n": 0}, "n"),
-    ({"n": 2}, "n"),
+    ({"n": 129}, "n"),
     ({"n": True}, "n"),
-    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -224,16 +241,25 @@ def test_refused_chat(more: dict[str, Any], param: str) -> None:
         ({"prompt": None}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": ["a", 2]}, "prompt[1]"),
+        ({"prompt": ["a", ["b"]]}, "prompt[1]"),
+        ({"prompt": [[1], 2]}, "prompt[1]"),
+        ({"prompt": [[1], ["2"]]}, "prompt[1][0]"),
+        ({"prompt": [1, [2]]}, "prompt[1]"),
+        ({"prompt": ["x"] * 65, "n": 2}, "prompt"),
+        ({"n": 129}, "n"),
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": [True]}, "prompt[0]"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"echo": 1}, "echo"),
+        ({"echo": True, "logprobs": 0}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ],

@@ -202,14 +202,14 @@ async def test_a_prompt_in_the_making_counts(monkeypatch: pytest.MonkeyPatch) ->
     async with one_lane(generation_queue_capacity=1) as generator:
         service = CompletionService(generator, FrontendOptions())
 
-        async def forever(prompt: str) -> list[int]:
+        async def forever(prompt: str, name: str) -> list[int]:
             await trio.sleep_forever()
             raise AssertionError("unreachable")
 
         body = json.dumps(completion_body("hello")).encode()
         async with trio.open_nursery() as nursery:
             with monkeypatch.context() as patch:
-                patch.setattr(service._prompts, "text", forever)
+                patch.setattr(service._prompts, "tokens", forever)
                 async with trio.open_nursery() as clients:
                     caller = Caller(nursery=clients, request_id="r")
                     for depth in (1, 2):

@@ -1,0 +1,185 @@
+"""One choice of an answer: generated tokens in, pieces of text out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+
+from skippy.engine import Vocabulary
+from skippy.protocol import PositionLogProbabilities, SamplingConfig
+
+from .generation import FinishReason, Timings
+from .text import Detokeniser, StopMatcher
+
+MAX_CHOICES: Final = 128
+"""Choices of one request at most, those of all its prompts together. OpenAI's limit of ``n``."""
+
+
+@attrs.frozen(slots=True)
+class ScoredToken:
+    """A token's log-probabilities, and where in the choice's text, in characters, the token begins."""
+
+    start: int
+    position: PositionLogProbabilities
+
+
+@attrs.frozen(slots=True)
+class Piece:
+    """What one choice says next.
+
+    Attributes:
+        choice: its index in the answer.
+        text: goes behind what it has said before; may be empty.
+        scores: where they were asked for, those of the tokens whose text ends in this one.
+        finish_reason: it says no more after this piece, and why; None: it goes on.
+    """
+
+    choice: int
+    text: str
+    scores: tuple[ScoredToken, ...] = ()
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_only_text(self) -> bool:
+        return not self.scores and self.finish_reason is None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and self.is_only_text
+
+
+@attrs.define(slots=True)
+class ChoiceResult:
+    """A choice as a whole; see :class:`Piece`."""
+
+    text: str = ""
+    scores: list[ScoredToken] = attrs.field(factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.scores += piece.scores
+        self.finish_reason = piece.finish_reason or self.finish_reason
+
+
+def choice_sampling(sampling: SamplingConfig | None, number: int) -> SamplingConfig | None:
+    """The sampling of choice ``number`` of a prompt: its seed is the request's plus that number.
+
+    So the first one is what the request would get with n = 1. Draws are counter-based, so neighbouring seeds
+    have nothing to do with each other.
+    """
+    if sampling is None or not number:
+        return sampling
+    return attrs.evolve(sampling, seed=(sampling.seed + number) % 2**32)
+
+
+class _ScoreQueue:
+    """Log-probabilities that wait until the text of their tokens is let out."""
+
+    def __init__(self) -> None:
+        self._decoded = 0
+        """Characters that the tokens so far have come to."""
+        self._released = 0
+        """Characters of those that have been let out."""
+        self._incomplete: list[ScoredToken] = []
+        """Tokens that end inside a character."""
+        self._waiting: deque[tuple[int, ScoredToken]] = deque()
+        """The others, each with the end of its text."""
+
+    def put(self, position: PositionLogProbabilities, text: str, *, complete: bool) -> None:
+        """A token was decoded to ``text``; not ``complete``: the token after it goes on with a character."""
+        self._incomplete.append(ScoredToken(self._decoded, position))
+        self._decoded += len(text)
+        if complete:
+            self._waiting += ((self._decoded, token) for token in self._incomplete)
+            self._incomplete.clear()
+
+    def take(self, text: str) -> tuple[ScoredToken, ...]:
+        """Those whose text ends in ``text``, which is let out now."""
+        self._released += len(text)
+        taken = []
+        while self._waiting and self._waiting[0][0] <= self._released:
+            taken.append(self._waiting.popleft()[1])
+        return tuple(taken)
+
+    def take_rest(self, text: str, *, stopped: bool) -> tuple[ScoredToken, ...]:
+        """The rest; of a text that was cut at a stop string, only those that begin before the cut."""
+        self._released += len(text)
+        rest = [token for _, token in self._waiting] + self._incomplete
+        return tuple(token for token in rest if not stopped or token.start < self._released)
+
+
+class Choice:
+    """Bookkeeping of one choice. Sans-IO.
+
+    Args:
+        index: among the choices of the answer.
+        scored: each token comes with log-probabilities.
+
+    Attributes:
+        generated: tokens so far, also those whose text a stop string swallows.
+        finish_reason: None until :meth:`finish`.
+        timings: of its generation, complete once that has ended.
+    """
+
+    def __init__(
+        self, index: int, vocabulary: Vocabulary, stops: Sequence[str], *, scored: bool = False
+    ) -> None:
+        self.index = index
+        self.generated = 0
+        self.finish_reason: FinishReason | None = None
+        self.timings = Timings()
+        self._vocabulary = vocabulary
+        self._detokeniser = Detokeniser()
+        self._matcher = StopMatcher(stops)
+        self._scores = _ScoreQueue() if scored else None
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has come: nothing more is said."""
+        return self._matcher.stopped
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether text goes out as it comes in, and nothing else: :meth:`take` may be used."""
+        return self._scores is None and not self._matcher.seeks
+
+    def take(self, token: int) -> str:
+        """:meth:`feed` where :attr:`is_plain`."""
+        self.generated += 1
+        return self._detokeniser.feed(self._vocabulary.piece(token))
+
+    def feed(self, token: int, position: PositionLogProbabilities | None) -> Piece | None:
+        """What the next token lets out; None: nothing. ``position``: its log-probabilities, where scored."""
+        decoded = self.take(token)
+        text = self._matcher.feed(decoded)
+        scores: tuple[ScoredToken, ...] = ()
+        if self._scores is not None:
+            assert position is not None
+            self._scores.put(position, decoded, complete=not self._detokeniser.pending)
+            if not self.stopped:
+                scores = self._scores.take(text)
+            else:
+                scores = self._scores.take_rest(text, stopped=True)
+                self._scores = None
+        return Piece(self.index, text, scores) if text or scores else None
+
+    def finish(self, reason: FinishReason | None) -> Piece:
+        """The last piece.
+
+        Args:
+            reason: why there are no more tokens; not looked at if a stop string has come.
+        """
+        text = ""
+        if not self.stopped:
+            text = self._matcher.feed(self._detokeniser.finish()) + self._matcher.finish()
+        scores: tuple[ScoredToken, ...] = ()
+        if self._scores is not None:
+            scores = self._scores.take_rest(text, stopped=self.stopped)
+        self.finish_reason = "stop" if self.stopped else reason
+        if self.finish_reason is None:
+            raise RuntimeError("the token stream ended without a finish reason")
+        return Piece(self.index, text, scores, self.finish_reason)
