@@ -32,6 +32,7 @@ from .generation import (
 from .lanes import LanePool, PooledLane
 from .queueing import Demand, ServiceRates, WaitingLine, default_queue_capacity, work_limit_secs
 from .replay_line import ReplayLine
+from .status import TokenGaps, Totals
 from .work import Work
 
 RECONNECT_WAIT_SECS = 3.0
@@ -120,6 +121,8 @@ class AdmissionGate:
 
     Attributes:
         kv_tokens: as given.
+        queue_capacity: requests that may wait.
+        gaps: times between tokens, of all generations.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class AdmissionGate:
         self.kv_tokens = self._free_tokens = kv_tokens
         self._telemetry = telemetry
         self._timeout_secs = options.generation_admission_timeout_secs
-        self._capacity = options.generation_queue_capacity or default_queue_capacity(pool.size)
+        self.queue_capacity = options.generation_queue_capacity or default_queue_capacity(pool.size)
         self._controller: ConcurrencyController | None = None
         if options.adaptive_generation_concurrency:
             least = options.adaptive_generation_min_concurrency or 1
@@ -145,6 +148,8 @@ class AdmissionGate:
         self._reserved: dict[PooledLane, int] = {}
         self._rates = ServiceRates()
         self._done_tokens = 0
+        self._totals = Totals()
+        self.gaps = TokenGaps()
         self._connected = pool.ready
         pool.watch(self._lanes_changed)
 
@@ -162,6 +167,10 @@ class AdmissionGate:
     def queue_depth(self) -> int:
         """Requests that wait for admission, or have their prompt prepared."""
         return len(self._line) + self._preparing
+
+    def totals(self) -> Totals:
+        """What all generations have come to, those that run included."""
+        return self._totals.plus(admission.work for admission in self._running)
 
     @property
     def reserved_tokens(self) -> int:
@@ -229,6 +238,7 @@ class AdmissionGate:
         work, now = admission.work, trio.current_time()
         self._running.remove(admission)
         self._done_tokens += work.done_tokens
+        self._totals.add(work)
         self._give_back(admission.lane)
         if work.replayed:
             finished = False  # what it took says nothing about others
@@ -265,7 +275,7 @@ class AdmissionGate:
         if lane is None:
             return None
         limit = work_limit_secs(demand.prompt_tokens, self._timeout_secs)
-        admission = Admission(self, lane, Work(demand, limit))
+        admission = Admission(self, lane, Work(demand, limit, self.gaps))
         self._running.add(admission)
         self._reserved[lane] = demand.tokens
         self._free_tokens -= demand.tokens
@@ -365,7 +375,7 @@ class AdmissionGate:
 
     def _check_room(self) -> None:
         running, waiting = len(self._running), self.queue_depth
-        if running + waiting >= max(running, self.concurrency) + self._capacity:
+        if running + waiting >= max(running, self.concurrency) + self.queue_capacity:
             text = f"{running} requests run and {waiting} wait, which is all there is room for"
             raise self._refuse("queue_full", text)
 
@@ -380,6 +390,6 @@ class AdmissionGate:
     def _attributes(self) -> dict[str, Any]:
         return {
             "queue_depth": self.queue_depth,
-            "queue_capacity": self._capacity,
+            "queue_capacity": self.queue_capacity,
             "predicted_wait_secs": self.predicted_wait_secs,
         }

@@ -23,11 +23,15 @@ from .connection import (
     direct_body,
     read_json_body,
     request_id,
+    route,
+    shown_key,
 )
 from .embeddings import add_embeddings_route
 from .errors import ApiError, from_generation_error, internal_error
 from .generation import GenerationError, Generator
 from .guard import guard
+from .inside import add_inside_routes
+from .live import LiveFeed, add_live_route
 from .options import FrontendOptions
 from .responses import dump
 from .routing import Bodies
@@ -36,6 +40,7 @@ from .service import Caller, CompletionService
 from .tokenizing import add_tokenizer_routes
 
 _EXTENSION = "skippy"
+_FEED = "skippy.feed"
 
 
 def create_app(generator: Generator, options: FrontendOptions | None = None) -> QuartTrio:
@@ -55,13 +60,15 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     app.config["BACKGROUND_TASK_SHUTDOWN_TIMEOUT"] = None
     app.url_map.merge_slashes = False
     app.extensions[_EXTENSION] = service
+    app.extensions[_FEED] = feed = LiveFeed(generator.status)
 
     @app.before_serving
     async def start_renderer() -> None:
         await app.nursery.start(service.renderer.run)
+        app.nursery.start_soon(feed.run)
 
     policy = AccessPolicy(options.access, options.host_names)
-    guard(app, policy)
+    guard(app, policy, service.metrics)
     _add_errors(app)
     _add_status_routes(app, service, policy)
     _add_completion_routes(app, service, options)
@@ -69,6 +76,8 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     bodies = Bodies(options)
     add_embeddings_route(app, generator, bodies)
     add_tokenizer_routes(app, generator.tokenizer, generator.model_id, bodies)
+    add_inside_routes(app, generator, service.requests, service.metrics)
+    add_live_route(app, feed, policy)
     return app
 
 
@@ -76,6 +85,8 @@ def refuse_generations(app: QuartTrio) -> None:
     """Shutdown: refuse new generations with 503 from now on."""
     service: CompletionService = app.extensions[_EXTENSION]
     service.refuse()
+    feed: LiveFeed = app.extensions[_FEED]
+    feed.close()
 
 
 def end_generations(app: QuartTrio) -> None:
@@ -159,6 +170,8 @@ def _add_completion_routes(app: QuartTrio, service: CompletionService, options: 
             request_id=request_id(request),
             direct=direct_body(request),
             credentials=credentials(request),
+            key=shown_key(),
+            route=route(request),
         )
 
     @app.post("/v1/chat/completions")

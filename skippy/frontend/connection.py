@@ -86,6 +86,11 @@ def request_id(request: Request | Websocket) -> str:
     return cast(str, g.request_id)
 
 
+def route(request: Request | Websocket) -> str:
+    """The rule of the application that the request's path fits; "" where there is none."""
+    return "" if request.url_rule is None else request.url_rule.rule
+
+
 def set_key(key: bytes | None) -> None:
     """Say which of the server's keys the request has shown; None where it asks for none."""
     g.key = key

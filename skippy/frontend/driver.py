@@ -36,6 +36,7 @@ from .lanes import LanePool, PooledLane
 from .prefill import Prefill, send_settings
 from .recovery import Recovery
 from .restoring import Restored, Restorer
+from .status import ChainStatus, LastRequest, chain_status
 
 
 def random_id() -> int:
@@ -81,6 +82,7 @@ class ChainGenerator:
         # What is kept in the cache gives way to lanes, so it takes nothing from them.
         kv_tokens = stage.info.context_length * stage.config.lane_count
         self.gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
+        self._last_request: LastRequest | None = None
 
     def _learn(self, stats: ReplyStats) -> None:
         self.prefill.learn(stats)
@@ -109,6 +111,11 @@ class ChainGenerator:
     @property
     def unready(self) -> str | None:
         return self._pool.unready
+
+    def status(self) -> ChainStatus:
+        return chain_status(
+            self._stage, self._pool, self.gate, self.restorer, self.prefill, self._last_request
+        )
 
     def cache_report(self) -> dict[str, Any]:
         return cache_report(self._stage, self.restorer)
@@ -180,6 +187,7 @@ class ChainGenerator:
         asked = trio.current_time()
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
             admission = await self.gate.acquire(count, request.max_tokens)
+        admission.work.request_id = request.request_id
         with admission.running():
             stream = ChainStream(
                 admission,
@@ -199,6 +207,7 @@ class ChainGenerator:
                     yield stream
                 finally:
                     stream.close()
+                    self._last_request = LastRequest.of(request, stream.generated, stream.timings)
                     span["completion_token_count"] = stream.generated
                     span["finish_reason"] = stream.finish_reason
                     stream.summarise()

@@ -18,6 +18,8 @@ from skippy.engine import Vocabulary
 from skippy.protocol import PositionLogProbabilities, SamplingConfig
 from skippy.stage import Tokenizer
 
+from .status import ChainStatus
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -97,6 +99,7 @@ class GenerationRequest:
         top_logprobs: with each token come its log-probability and those of this many likeliest tokens, 0 to
             20; None asks for none. A chain with a plain generation-8 peer refuses it (InvalidSampling).
         namespace: whose cached prompts it may use (:func:`skippy.frontend.namespaces.cache_namespace`).
+        request_id: the client's, for people who look at the lanes.
     """
 
     prompt: Sequence[int]
@@ -104,6 +107,7 @@ class GenerationRequest:
     sampling: SamplingConfig | None = None
     top_logprobs: int | None = None
     namespace: str = ""
+    request_id: str = ""
 
 
 @attrs.define(slots=True)
@@ -186,6 +190,9 @@ class Generator(Protocol):
 
     def cache_report(self) -> dict[str, Any]:
         """What the prefix caches of the stages hold and have counted, for people: JSON values."""
+
+    def status(self) -> ChainStatus:
+        """What stages and lanes are doing now, and have done."""
 
     async def drop_cache(self, namespace: str) -> int:
         """Have every stage forget what it remembers, but for what running requests use.

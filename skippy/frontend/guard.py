@@ -10,7 +10,8 @@ from quart.wrappers import Request, Websocket
 from quart_trio import QuartTrio
 
 from .access import AccessPolicy
-from .connection import credentials, exit_stack, request_id, set_key
+from .connection import credentials, exit_stack, request_id, route, set_key
+from .metrics import Metrics
 
 SECURITY_HEADERS: Final = {
     # Scripts and styles are files of ours, nothing is fetched from or sent to anybody else, nobody puts the
@@ -33,7 +34,7 @@ _PREFLIGHT_SECS: Final = 600
 _TOKENS: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~ ,-]{1,2000}")
 
 
-def guard(app: QuartTrio, policy: AccessPolicy) -> None:
+def guard(app: QuartTrio, policy: AccessPolicy, metrics: Metrics) -> None:
     """Have ``policy`` decide who is served, before anything else of a request is looked at."""
 
     def check_head(head: Request | Websocket) -> None:
@@ -62,6 +63,7 @@ def guard(app: QuartTrio, policy: AccessPolicy) -> None:
     async def add_headers(response: Response) -> Response:
         response.headers["x-request-id"] = request_id(request)
         response.headers.update(SECURITY_HEADERS)
+        metrics.responded(route(request), response.status_code)
         if response.status_code == 401:
             response.headers["www-authenticate"] = "Bearer"
         origin, host = request.headers.get("origin"), request.headers.get("host")

@@ -1,6 +1,7 @@
 """HTTP/1.1 for the endpoint: Hypercorn's protocol, with our words for requests that are no HTTP.
 
-An offer to switch to another protocol (WebSocket, HTTP/2 without TLS) is ignored, as RFC 9110 §7.8 allows.
+An offer to switch to another protocol (WebSocket, HTTP/2 without TLS) is ignored, as RFC 9110 §7.8 allows,
+but for a WebSocket where there is one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import uuid
 from typing import Final, Protocol
 
 import h11
-from hypercorn.events import RawData
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol import ProtocolWrapper
-from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
 
 from .direct import OfferingApp
 from .errors import ApiError
 from .guard import SECURITY_HEADERS
+from .live import LIVE_PATH
 from .responses import dump
 
 # With which every response of h11's begins.
@@ -85,8 +87,18 @@ class EnvelopeProtocol(H11Protocol):
     async def _check_protocol(self, event: h11.Request) -> None:
         pass  # no upgrade to HTTP/2
 
+    async def handle(self, event: Event) -> None:
+        if isinstance(event, RawData) and not event.data and isinstance(self.connection, H11WSConnection):
+            event = Closed()  # no direction of a WebSocket ends by itself
+        await super().handle(event)
+
     async def _create_stream(self, request: h11.Request) -> None:
-        headers = [(name, value) for name, value in request.headers.raw_items() if name.lower() != b"upgrade"]
+        # Compressed messages may be much larger than they look.
+        ignored = [b"sec-websocket-extensions"]
+        if request.target.partition(b"?")[0] != LIVE_PATH.encode():
+            ignored.append(b"upgrade")
+        items = request.headers.raw_items()
+        headers = [(name, value) for name, value in items if name.lower() not in ignored]
         if len(headers) < len(request.headers):
             request = h11.Request(
                 method=request.method,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import trio
 
@@ -139,6 +139,11 @@ class LanePool:
     def ready(self) -> bool:
         """Whether a lane is connected, which means that every stage below is loaded and connected."""
         return self._connected > 0
+
+    @property
+    def lanes(self) -> Collection[PooledLane]:
+        """Those that are connected."""
+        return self._lanes
 
     @property
     def connected(self) -> int:

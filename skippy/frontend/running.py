@@ -60,6 +60,7 @@ class GenerationTask:
         express: takes the index of a choice and a piece of its text in place of a reader that waits for one,
             which saves the switch to the reader's task with every token. False: the reader must go on, and
             gets an empty piece.
+        begun_at: when :attr:`begun` came true, on Trio's clock.
         choices: in the order of their indices; empty before the requests are there.
     """
 
@@ -81,7 +82,7 @@ class GenerationTask:
         self._send, self._receive = trio.open_memory_channel[Piece | None](buffer)
         self._scope = trio.CancelScope()
         self._begun = trio.Event()
-        self._begun_at = self._ended_at = 0.0
+        self.begun_at = self._ended_at = 0.0
         self._pause = trio.lowlevel.ParkingLot()
         self._turn = trio.Lock()
         self._prompt_tokens = 0
@@ -107,7 +108,7 @@ class GenerationTask:
         first = self.choices[0].timings
         if len(self.choices) == 1:
             return first
-        answer_ms = 1000 * (self._ended_at - self._begun_at)
+        answer_ms = 1000 * (self._ended_at - self.begun_at)
         return attrs.evolve(first, cached_tokens=self.usage.cached_tokens, answer_ms=answer_ms)
 
     @property
@@ -163,10 +164,10 @@ class GenerationTask:
             raise self.error
         return [results[choice.index] for choice in self.choices]
 
-    def shut_down(self) -> None:
+    def end(self, error: ApiError) -> None:
         """End the answer with an error that says why. Does not wait."""
         if self.outcome == "running":
-            self.error = ApiError(SHUTTING_DOWN, status=503)
+            self.error = error
             self._scope.cancel()
 
     async def run(self) -> None:
@@ -252,7 +253,7 @@ class GenerationTask:
         await self._emit(choice.finish(stream.finish_reason))
 
     def _begin(self) -> None:
-        self._begun_at = self._begun_at or trio.current_time()
+        self.begun_at = self.begun_at or trio.current_time()
         self._begun.set()
         self._pause.unpark_all()
 

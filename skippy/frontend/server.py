@@ -19,6 +19,8 @@ from .app import end_generations, refuse_generations
 from .clients import ClientConnections
 
 KEEP_ALIVE_SECS: Final = 30.0
+# Of a WebSocket that takes none at all.
+MAX_MESSAGE_BYTES: Final = 4096
 # What is left for error frames to go out once generations were ended by shutdown.
 FLUSH_SECS: Final = 0.5
 
@@ -112,6 +114,7 @@ def _hypercorn_config() -> Config:
     config.errorlog = logging.getLogger("skippy.http")
     config.include_server_header = False
     config.keep_alive_timeout = KEEP_ALIVE_SECS
+    config.websocket_max_message_size = MAX_MESSAGE_BYTES
     return config
 
 

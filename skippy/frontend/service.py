@@ -14,14 +14,17 @@ from skippy.engine import Vocabulary
 from skippy.engine.sampling import check_settings
 from skippy.telemetry import NULL_TELEMETRY, Level, Span, names
 
+from .access import KeyId
 from .choices import Piece, ScoredToken
 from .direct import DirectBody
 from .errors import ApiError
 from .generation import GenerationRequest, Generator
 from .logprobs import chat_logprobs, completion_logprobs
+from .metrics import Metrics
 from .namespaces import cache_namespace
 from .options import FrontendOptions
 from .prompting import PromptBuilder
+from .requests import RunningRequests
 from .responses import KEEP_ALIVE, ChatShape, CompletionShape, ResponseShape, Scorer, dump
 from .running import SHUTTING_DOWN, GenerationTask
 from .schemas import ChatRequest, CommonRequest, check_model, parse_chat, parse_completion
@@ -35,12 +38,20 @@ _INLINE_PARSE_BYTES: Final = 64 * 1024
 
 @attrs.frozen(slots=True, kw_only=True)
 class Caller:
-    """Who asks: the nursery of the connection, the request's id, a shorter way to the client, the API key."""
+    """Who asks: the nursery of the connection, the request's id, a shorter way to the client, the API key.
+
+    Attributes:
+        credentials: what the request has shown.
+        key: what that is to the server, where it asks for keys.
+        route: the application's rule for what was asked.
+    """
 
     nursery: trio.Nursery
     request_id: str
     direct: DirectBody | None = None
     credentials: str | None = attrs.field(default=None, repr=False)
+    key: KeyId | None = None
+    route: str = ""
 
 
 class CompletionService:
@@ -55,7 +66,8 @@ class CompletionService:
         self._options = options
         self._telemetry = options.telemetry or NULL_TELEMETRY
         self._parse_limiter = trio.CapacityLimiter(1)
-        self._running: set[GenerationTask] = set()
+        self.metrics = Metrics(generator.status)
+        self.requests = RunningRequests(self.metrics)
         self._closing = False
         self.model_id = generator.model_id
         self.renderer = TemplateRenderer(
@@ -77,8 +89,7 @@ class CompletionService:
     def shut_down(self) -> None:
         """End all generations with an error; refuse new ones. Does not wait."""
         self.refuse()
-        for task in self._running:
-            task.shut_down()
+        self.requests.end_all(ApiError(SHUTTING_DOWN, status=503))
 
     async def chat(self, body: bytes, caller: Caller) -> Response:
         """Answer ``POST /v1/chat/completions``.
@@ -168,6 +179,7 @@ class CompletionService:
             sampling=request.sampling,
             top_logprobs=request.top_logprobs,
             namespace=cache_namespace(caller.credentials, request.cache_key),
+            request_id=caller.request_id,
         )
 
     async def answer(
@@ -213,14 +225,13 @@ class CompletionService:
 
     async def _own(self, task: GenerationTask, request: CommonRequest, caller: Caller) -> None:
         """The generation's task: run it, and account for it on every path."""
-        self._running.add(task)
         summary = self._telemetry.span(
             names.STAGE_OPENAI_REQUEST_SUMMARY,
             level=Level.SUMMARY,
             request_id=caller.request_id,
             stream=request.stream,
         )
-        with summary as span:
+        with self.requests.running(task, caller), summary as span:
             try:
                 async with trio.open_nursery() as nursery:
                     if request.stream:
@@ -228,7 +239,6 @@ class CompletionService:
                     await task.run()
                     nursery.cancel_scope.cancel()
             finally:
-                self._running.discard(task)
                 usage = task.usage
                 span["status"] = task.outcome
                 span["finish_reason"] = task.finish_reason

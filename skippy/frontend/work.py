@@ -8,6 +8,7 @@ from typing import Final
 import trio
 
 from .queueing import Demand
+from .status import TokenGaps
 
 RENEWAL_SECS: Final = 1.0
 """A deadline moves no more often than this: it does for every token."""
@@ -16,7 +17,11 @@ RENEWAL_SECS: Final = 1.0
 class Work:
     """A generation from the moment it has its lane. Times are Trio's, in seconds.
 
+    Args:
+        gaps: is told the time between each token and the one before.
+
     Attributes:
+        request_id: the client's, for people; "" where there is none.
         scope: cancelled when ``limit_secs`` pass without :meth:`renew`, give or take RENEWAL_SECS.
         began: when it got its lane.
         first_token_at: when its first token came, or None.
@@ -26,9 +31,12 @@ class Work:
             say little about the next one's.
     """
 
-    def __init__(self, demand: Demand, limit_secs: float) -> None:
+    def __init__(self, demand: Demand, limit_secs: float, gaps: TokenGaps | None = None) -> None:
         self.demand = demand
         self.limit_secs = limit_secs
+        self.request_id = ""
+        self._gaps = TokenGaps() if gaps is None else gaps
+        self._last_token_at = 0.0
         self.began = self._renewed = trio.current_time()
         self.scope = trio.CancelScope(deadline=self.began + limit_secs)
         self.first_token_at: float | None = None
@@ -55,6 +63,9 @@ class Work:
         now = trio.current_time()
         if self.first_token_at is None:
             self.first_token_at = now
+        else:
+            self._gaps.add(now - self._last_token_at)
+        self._last_token_at = now
         self.generated += 1
         self._renew(now)
 

@@ -37,8 +37,16 @@ ENDING_SECS = 1.0
 class Stage:
     """One stage that is loaded and listening. Made by :func:`open_stage`."""
 
-    def __init__(self, context: StageContext, endpoint: Endpoint, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        context: StageContext,
+        endpoint: Endpoint,
+        tokenizer: Tokenizer | None = None,
+        topology: StageTopology | None = None,
+    ) -> None:
         self.context = context
+        self.topology = topology
+        """The chain as a whole, where it was given."""
         self.endpoint = endpoint
         """Where it listens, with the real port."""
         self._tokenizer = tokenizer
@@ -125,7 +133,7 @@ async def open_stage(
             )
         )
         context = _make_context(config, topology, options, scheduler, links, telemetry, identity, cache)
-        stage = Stage(context, listener.endpoint, _tokenizer(context, identity))
+        stage = Stage(context, listener.endpoint, _tokenizer(context, identity), topology)
         telemetry.emit(
             names.STAGE_BINARY_SERVER_START,
             stage_id=config.stage_id,

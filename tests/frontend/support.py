@@ -16,6 +16,7 @@ from skippy.frontend.app import create_app
 from skippy.frontend.generation import FinishReason, GenerationError, GenerationRequest, Timings
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
+from skippy.frontend.status import ChainStatus, LaneStatus, TokenGaps, Totals
 from skippy.protocol import PositionLogProbabilities
 from skippy.stage import Tokenizer
 
@@ -88,6 +89,23 @@ class ScriptedGenerator:
         self.idle = trio.Event()
         self.entry_error: GenerationError | None = None
         self.queue_error: GenerationError | None = None
+
+    def status(self) -> ChainStatus:
+        return ChainStatus(
+            unready=self.unready,
+            stages=[],
+            lanes=[LaneStatus(id=1, state="idle")],
+            concurrency=1,
+            running=self.active,
+            queue_depth=0,
+            queue_capacity=16,
+            kv_tokens=self.context_length,
+            reserved_kv_tokens=0,
+            cache_lookups=0,
+            cache_hits=0,
+            totals=Totals(requests=len(self.requests)),
+            gaps=TokenGaps(),
+        )
 
     def cache_report(self) -> dict[str, Any]:
         return {"object": "kv_cache", "enabled": False}

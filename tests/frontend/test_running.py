@@ -8,7 +8,7 @@ import trio.testing
 
 from skippy.frontend.errors import ApiError
 from skippy.frontend.generation import FinishReason, GenerationRequest
-from skippy.frontend.running import GenerationTask
+from skippy.frontend.running import SHUTTING_DOWN, GenerationTask
 
 from .support import Script, ScriptedGenerator, say
 
@@ -118,7 +118,7 @@ async def test_shut_down(tokens: int) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(task.run)
         await trio.testing.wait_all_tasks_blocked()
-        task.shut_down()
+        task.end(ApiError(SHUTTING_DOWN, status=503))
         if tokens:
             await task.started()
             assert await collect(task) == "a"
@@ -132,7 +132,7 @@ async def test_shut_down(tokens: int) -> None:
 async def test_shut_down_after_the_end_changes_nothing() -> None:
     task = make(ScriptedGenerator(say("a")))
     await task.run()
-    task.shut_down()
+    task.end(ApiError(SHUTTING_DOWN, status=503))
     assert (task.outcome, task.error) == ("completed", None)
 
 
