@@ -15,16 +15,13 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
 from .access import AccessPolicy
+from .anthropic import ANTHROPIC_PREFIX, add_anthropic_routes, error_envelope
 from .cache_view import parse_namespace
 from .connection import (
     OwningConnection,
-    connection_nursery,
     credentials,
-    direct_body,
     read_json_body,
     request_id,
-    route,
-    shown_key,
 )
 from .embeddings import add_embeddings_route
 from .errors import ApiError, from_generation_error, internal_error
@@ -34,9 +31,10 @@ from .inside import add_inside_routes
 from .live import LiveFeed, add_live_route
 from .options import FrontendOptions
 from .responses import dump
-from .routing import Bodies
+from .responses_api import add_responses_routes
+from .routing import Bodies, caller_of_request
 from .schemas import check_model
-from .service import Caller, CompletionService
+from .service import CompletionService
 from .tokenizing import add_tokenizer_routes
 
 _EXTENSION = "skippy"
@@ -74,6 +72,8 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     _add_completion_routes(app, service, options)
     _add_cache_routes(app, generator)
     bodies = Bodies(options)
+    add_responses_routes(app, service, options, bodies)
+    add_anthropic_routes(app, service, bodies)
     add_embeddings_route(app, generator, bodies)
     add_tokenizer_routes(app, generator.tokenizer, generator.model_id, bodies)
     add_inside_routes(app, generator, service.requests, service.metrics)
@@ -99,10 +99,17 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(dump(value), status=status, content_type="application/json")
 
 
+def _envelope(error: ApiError) -> dict[str, Any]:
+    """The body that the route's clients expect of an error."""
+    if has_request_context() and request.path.startswith(ANTHROPIC_PREFIX):
+        return error_envelope(error, request_id(request))
+    return error.envelope()
+
+
 def _add_errors(app: QuartTrio) -> None:
     @app.errorhandler(ApiError)
     async def api_error(error: ApiError) -> Response:
-        response = _json(error.envelope(), error.status)
+        response = _json(_envelope(error), error.status)
         if error.retry_after_secs is not None:
             response.headers["retry-after"] = str(error.retry_after_secs)
         return response
@@ -121,7 +128,7 @@ def _add_errors(app: QuartTrio) -> None:
             shown = internal_error()
         else:
             shown = ApiError(error.description or error.name, status=status)
-        response = _json(shown.envelope(), status)
+        response = _json(_envelope(shown), status)
         if isinstance(error, MethodNotAllowed) and error.valid_methods:
             response.headers["allow"] = ", ".join(sorted(error.valid_methods))
         return response
@@ -164,23 +171,13 @@ def _add_completion_routes(app: QuartTrio, service: CompletionService, options: 
             request, limit=options.max_body_bytes, timeout_secs=options.body_timeout_secs
         )
 
-    def caller() -> Caller:
-        return Caller(
-            nursery=connection_nursery(request),
-            request_id=request_id(request),
-            direct=direct_body(request),
-            credentials=credentials(request),
-            key=shown_key(),
-            route=route(request),
-        )
-
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
-        return await service.chat(await body(), caller())
+        return await service.chat(await body(), caller_of_request())
 
     @app.post("/v1/completions")
     async def completions() -> Response:
-        return await service.completion(await body(), caller())
+        return await service.completion(await body(), caller_of_request())
 
 
 def _add_cache_routes(app: QuartTrio, generator: Generator) -> None:

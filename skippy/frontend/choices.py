@@ -35,12 +35,14 @@ class Piece:
         text: goes behind what it has said before; may be empty.
         scores: where they were asked for, those of the tokens whose text ends in this one.
         finish_reason: it says no more after this piece, and why; None: it goes on.
+        stop: the stop string that has ended it, of such a last piece.
     """
 
     choice: int
     text: str
     scores: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
     @property
     def is_only_text(self) -> bool:
@@ -58,11 +60,13 @@ class ChoiceResult:
     text: str = ""
     scores: list[ScoredToken] = attrs.field(factory=list)
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.scores += piece.scores
         self.finish_reason = piece.finish_reason or self.finish_reason
+        self.stop = piece.stop or self.stop
 
 
 def choice_sampling(sampling: SamplingConfig | None, number: int) -> SamplingConfig | None:
@@ -182,4 +186,4 @@ class Choice:
         self.finish_reason = "stop" if self.stopped else reason
         if self.finish_reason is None:
             raise RuntimeError("the token stream ended without a finish reason")
-        return Piece(self.index, text, scores, self.finish_reason)
+        return Piece(self.index, text, scores, self.finish_reason, self._matcher.found)

@@ -76,8 +76,8 @@ def _per_second(count: int, ms: float) -> float:
 class ResponseShape(Protocol):
     """How one route words its answer. One instance per response: all its chunks have the same id and time."""
 
-    def opening(self) -> bytes:
-        """Events that come before the text, once there is any."""
+    def opening(self, usage: Usage) -> bytes:
+        """Events that come before the text, once there is any. The counts of the prompt are known by then."""
 
     def delta(self, choice: int, text: str) -> bytes:
         """The event of a piece that is text and nothing else; empty where there is nothing to tell of it."""
@@ -126,7 +126,7 @@ class _Shape:
     def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
         raise NotImplementedError
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         return b""
 
     def delta(self, choice: int, text: str) -> bytes:
@@ -203,7 +203,7 @@ class ChatShape(_Shape):
     def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
         return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}, **more}
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         first = {"role": "assistant", "content": ""}
         chunks = (self._chunk([self._choice(index, None, delta=first)]) for index in range(self._n))
         return b"".join(map(event, chunks))
@@ -229,5 +229,5 @@ class CompletionShape(_Shape):
         echo = self.echoes[index] if self.echoes else ""
         return self._choice(index, echo + text, **more)
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         return b"".join(self.delta(index, echo) for index, echo in enumerate(self.echoes) if echo)

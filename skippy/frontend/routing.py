@@ -9,9 +9,18 @@ from typing import Any, Final, TypeVar
 import trio
 from quart import Response, request
 
-from .connection import read_json_body
+from .connection import (
+    connection_nursery,
+    credentials,
+    direct_body,
+    read_json_body,
+    request_id,
+    route,
+    shown_key,
+)
 from .options import FrontendOptions
 from .responses import dump
+from .service import Caller
 
 T = TypeVar("T")
 
@@ -21,6 +30,18 @@ _INLINE_PARSE_BYTES: Final = 64 * 1024
 
 def json_answer(value: Any, status: int = 200) -> Response:
     return Response(dump(value), status=status, content_type="application/json")
+
+
+def caller_of_request() -> Caller:
+    """Who has sent the request that is being answered."""
+    return Caller(
+        nursery=connection_nursery(request),
+        request_id=request_id(request),
+        direct=direct_body(request),
+        credentials=credentials(request),
+        key=shown_key(),
+        route=route(request),
+    )
 
 
 class Bodies:

@@ -92,7 +92,12 @@ def parse_chat(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400, with ``param`` where one field is at fault.
     """
-    fields = Fields(parse_object(body))
+    return read_chat(parse_object(body))
+
+
+def read_chat(data: dict[str, Any]) -> ChatRequest:
+    """A chat request, also one that another route's was translated to. Raises as :func:`parse_chat` does."""
+    fields = Fields(data)
     common = _common(fields, ("max_completion_tokens", "max_tokens"))
     common["top_logprobs"] = parse_chat_logprobs(fields)
     _refuse_chat_features(fields)

@@ -70,6 +70,7 @@ class CompletionService:
         self.requests = RunningRequests(self.metrics)
         self._closing = False
         self.model_id = generator.model_id
+        self.vocabulary = generator.vocabulary
         self.renderer = TemplateRenderer(
             cpu_secs=options.template_cpu_secs,
             memory_bytes=options.template_memory_bytes,
@@ -144,6 +145,11 @@ class CompletionService:
             request = parse(body)
         else:
             request = await trio.to_thread.run_sync(parse, body, limiter=self._parse_limiter)
+        self.check(request)
+        return request
+
+    def check(self, request: CommonRequest) -> None:
+        """Refuse what this model or server cannot do, whatever route asks for it. Raises ApiError."""
         check_model(request.model, self.model_id)
         if request.cache_retention == "24h" and not self._options.keeps_prompts_on_disk:
             text = (
@@ -160,7 +166,6 @@ class CompletionService:
             check_settings(request.sampling, size)
         except ValueError as error:
             raise ApiError(str(error)) from error
-        return request
 
     def _generation_request(
         self, request: CommonRequest, prompt: list[int], param: str, caller: Caller
@@ -265,7 +270,7 @@ async def _stream(
     while not task.begun:
         yield KEEP_ALIVE
         await task.wait_begun(keep_alive_secs)
-    if opening := shape.opening():
+    if opening := shape.opening(task.usage):
         yield opening
     if direct is not None:
         send_now = direct.send_now

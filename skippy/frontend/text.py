@@ -44,6 +44,9 @@ class StopMatcher:
 
     Text that may still grow into a stop string is held back. The match that begins earliest wins, of those
     that begin at one place the shortest; the match and all after it are dropped.
+
+    Attributes:
+        found: the stop string that was found; None: none yet.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -51,7 +54,7 @@ class StopMatcher:
         # Alternatives in order of length: at one place the regular expression tries the shortest first.
         self._pattern = re.compile("|".join(map(re.escape, self._stops))) if self._stops else None
         self._held = ""
-        self._stopped = False
+        self.found: str | None = None
 
     @property
     def seeks(self) -> bool:
@@ -61,18 +64,18 @@ class StopMatcher:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found; from then on nothing more comes out."""
-        return self._stopped
+        return self.found is not None
 
     def feed(self, text: str) -> str:
         """Text that is now certain to come before any stop string."""
-        if self._stopped or self._pattern is None:
-            return "" if self._stopped else text
+        if self.stopped or self._pattern is None:
+            return "" if self.stopped else text
         text = self._held + text
         keep = longest_prefix(text, self._stops)
         match = self._pattern.search(text)
         # A longer stop string that began earlier may still complete: wait for it.
         if match is not None and match.start() <= keep:
-            self._stopped, self._held = True, ""
+            self.found, self._held = match.group(), ""
             return text[: match.start()]
         self._held = text[keep:]
         return text[:keep]
@@ -80,10 +83,10 @@ class StopMatcher:
     def finish(self) -> str:
         """What was held back, if nothing completed it."""
         text, self._held = self._held, ""
-        if self._stopped or self._pattern is None:
+        if self.stopped or self._pattern is None:
             return ""
         match = self._pattern.search(text)
         if match is None:
             return text
-        self._stopped = True
+        self.found = match.group()
         return text[: match.start()]

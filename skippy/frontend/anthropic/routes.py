@@ -1,0 +1,40 @@
+"""The routes of the Messages API."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from quart import Response
+from quart_trio import QuartTrio
+
+from ..generation import GenerationRequest
+from ..routing import Bodies, caller_of_request, json_answer
+from ..service import CompletionService
+from .requests import parse_count, parse_messages
+from .shape import MessageShape
+
+ANTHROPIC_PREFIX: Final = "/v1/messages"
+"""Errors about these paths have Anthropic's envelope."""
+
+
+def add_anthropic_routes(app: QuartTrio, service: CompletionService, bodies: Bodies) -> None:
+    @app.post(ANTHROPIC_PREFIX)
+    async def messages() -> Response:
+        chat, body = await bodies.parsed(parse_messages)
+        caller = caller_of_request()
+        with body.renaming():
+            service.check(chat)
+
+        async def prepare() -> list[GenerationRequest]:
+            with body.renaming():
+                return await service.chat_prompt(chat, caller)
+
+        return await service.answer(chat, prepare, MessageShape(service.model_id), caller)
+
+    @app.post(f"{ANTHROPIC_PREFIX}/count_tokens")
+    async def count_tokens() -> Response:
+        chat, body = await bodies.parsed(parse_count)
+        with body.renaming():
+            service.check(chat)
+            (request,) = await service.chat_prompt(chat, caller_of_request())
+        return json_answer({"input_tokens": len(request.prompt)})
