@@ -17,6 +17,7 @@ import numpy.typing as npt
 from skippy.protocol.messages import SamplingConfig
 
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 Pooling = Literal["first", "last", "mean"]
 StateBytes = bytes | bytearray | memoryview | Sequence[bytes | memoryview]
 """Exported state: a buffer, or the pieces of one in order."""
@@ -127,11 +128,12 @@ class Sampler(abc.ABC):
         """Add tokens (prompt or generated) to the history that penalties look at."""
 
     @abc.abstractmethod
-    def sample(self, logits: FloatArray, step: int) -> int:
+    def sample(self, logits: FloatArray, step: int, allowed: BoolArray | None = None) -> int:
         """Draw the next token from ``logits`` (shape ``[vocab_size]``, not modified).
 
         ``step`` is the counter of the request's draws: the same (settings, history, logits, step) always
-        gives the same token. The token is not accepted; the caller does that.
+        gives the same token. The token is not accepted; the caller does that. ``allowed``, shape
+        ``[vocab_size]``: the tokens to choose from; None: all. EngineError where there is none to choose.
         """
 
     @abc.abstractmethod

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from skippy.protocol.messages import DEFAULT_SAMPLERS, SamplingConfig
 
-from .base import EngineError, FloatArray
+from .base import BoolArray, EngineError, FloatArray
+
+F = TypeVar("F", np.float32, np.float64)
 
 SAMPLER_NAMES: Final = frozenset(DEFAULT_SAMPLERS)
 """Stages a sampling block may name, in any order; one that is not named is not applied."""
@@ -123,6 +126,20 @@ def step_seed(seed: int, step: int, purpose: bytes) -> int:
 def is_greedy(settings: SamplingConfig) -> bool:
     """Whether to take the highest logit: temperatures of 0, below, or so near that f32 would overflow."""
     return settings.temperature < 1e-20
+
+
+def only(values: npt.NDArray[F], allowed: BoolArray | None) -> npt.NDArray[F]:
+    """Logits with those of tokens that are not allowed at minus infinity.
+
+    Raises:
+        EngineError: nothing is left that could be drawn.
+    """
+    if allowed is None:
+        return values
+    kept = np.where(allowed, values, values.dtype.type(-np.inf))
+    if kept.max() == -np.inf:
+        raise EngineError("every token that may follow is ruled out by the sampling settings")
+    return kept
 
 
 def greedy(logits: FloatArray) -> int:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from skippy.protocol.messages import SamplingConfig
 
-from .base import FloatArray, Sampler
+from .base import BoolArray, FloatArray, Sampler
 from .checks import token_array
-from .sampling import check_chat_metadata, check_settings, greedy, is_greedy, step_digest
+from .sampling import check_chat_metadata, check_settings, greedy, is_greedy, only, step_digest
 from .toy_vocabulary import ToyVocabulary
 
 Values = npt.NDArray[np.float64]
@@ -55,15 +55,17 @@ class ToySampler(Sampler):
     def accept(self, tokens: Sequence[int]) -> None:
         self._history.extend(token_array(tokens, self._vocab_size).tolist())
 
-    def sample(self, logits: FloatArray, step: int) -> int:
+    def sample(self, logits: FloatArray, step: int, allowed: BoolArray | None = None) -> int:
         settings = self._settings
         if settings is None:
-            return greedy(logits)
+            return greedy(only(logits, allowed))
         values = logits.astype(np.float64)
         for token, bias in settings.logit_bias:
             values[token] += bias
         if settings.ignores_eos:
             values[[ToyVocabulary.EOS, ToyVocabulary.IM_END]] = -np.inf
+        if allowed is not None:
+            values = only(values, allowed)
         if "penalties" in settings.samplers:
             self._penalise(values, settings)
         best = greedy(values.astype(np.float32))
@@ -71,6 +73,7 @@ class ToySampler(Sampler):
             return best
         order = np.argsort(-values, kind="stable")
         kept = values[order]
+        kept = kept[: np.count_nonzero(kept > -np.inf)]
         for name in settings.samplers:
             kept = _apply(name, kept, settings)
         weights = np.cumsum(np.exp(kept - kept[0]))

@@ -29,6 +29,7 @@ from .generation import (
     GenerationError,
     GenerationRequest,
     HitKind,
+    InvalidGrammar,
     InvalidSampling,
     Timings,
 )
@@ -146,7 +147,8 @@ class ChainGenerator:
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         return self.gate.preparing()
 
-    def _check_length(self, request: GenerationRequest) -> int:
+    async def _check(self, request: GenerationRequest) -> int:
+        """How many tokens the prompt has. Raises ContextLengthExceeded, InvalidGrammar."""
         count, limit = len(request.prompt), self.context_length
         if not 0 < count < limit:
             raise ContextLengthExceeded(
@@ -154,13 +156,22 @@ class ChainGenerator:
                 if count
                 else "the prompt is empty"
             )
+        if (constraint := request.constraint) is not None:
+            try:
+                await self._stage.context.grammars.check(constraint.grammar)
+            except SettingsRefused as exc:
+                reason = str(exc).removeprefix("grammar: ")
+                text = f"{constraint.param} cannot be used: {reason}"
+                raise InvalidGrammar(text, constraint.param) from exc
+            except StageError as exc:
+                raise GenerationError(str(exc)) from exc
         return count
 
     async def share(self, request: GenerationRequest) -> int:
-        count = self._check_length(request)
+        count = await self._check(request)
         if not self.restorer.keeps(count - 1):
             return 0
-        request = attrs.evolve(request, sampling=None, top_logprobs=None)
+        request = attrs.evolve(request, sampling=None, top_logprobs=None, constraint=None)
         plan = await self.restorer.plan(request, (), audit=False)
         if plan.length == count - 1:
             return plan.length
@@ -181,7 +192,7 @@ class ChainGenerator:
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:
-        count = self._check_length(request)
+        count = await self._check(request)
         request = attrs.evolve(request, max_tokens=min(request.max_tokens, self.context_length - count))
         telemetry = self._stage.context.telemetry
         asked = trio.current_time()

@@ -78,6 +78,7 @@ def from_generation_error(error: GenerationError) -> ApiError:
     return ApiError(
         str(error) or error.code,
         status=error.status,
+        param=error.param,
         code=error.code,
         retry_after_secs=error.retry_after_secs,
     )

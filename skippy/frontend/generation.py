@@ -35,11 +35,13 @@ class GenerationError(Exception):
     Attributes:
         status: HTTP status that fits (only of use before the first token).
         code: short machine-readable word, e.g. ``"stage_lost"``.
+        param: the field of the request at fault; None: that is not known.
         retry_after_secs: when it is worth another try; None: nothing is known about that.
     """
 
     status = 500
     code = "internal_server_error"
+    param: str | None = None
     retry_after_secs: int | None = None
 
 
@@ -55,6 +57,14 @@ class InvalidSampling(GenerationError):
 
     status = 400
     code = "invalid_value"
+
+
+class InvalidGrammar(InvalidSampling):
+    """The request's grammar does not compile."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ChainUnavailable(GenerationError):
@@ -88,6 +98,19 @@ class WorkTimedOut(GenerationError):
     code = "timeout"
 
 
+@attrs.frozen(slots=True)
+class Constraint:
+    """A grammar that an answer is held to, from its first token to its last.
+
+    Attributes:
+        grammar: in llguidance's variant of Lark; it may name special tokens.
+        param: the field of the request that asks for it.
+    """
+
+    grammar: str
+    param: str
+
+
 @attrs.frozen(slots=True, kw_only=True)
 class GenerationRequest:
     """One generation.
@@ -98,6 +121,8 @@ class GenerationRequest:
         sampling: settings for the last stage; None is greedy.
         top_logprobs: with each token come its log-probability and those of this many likeliest tokens, 0 to
             20; None asks for none. A chain with a plain generation-8 peer refuses it (InvalidSampling).
+        constraint: what is generated fits its grammar, which the last stage enforces; None: all may come.
+            InvalidGrammar is raised for one that does not compile.
         namespace: whose cached prompts it may use (:func:`skippy.frontend.namespaces.cache_namespace`).
         request_id: the client's, for people who look at the lanes.
     """
@@ -108,6 +133,7 @@ class GenerationRequest:
     top_logprobs: int | None = None
     namespace: str = ""
     request_id: str = ""
+    constraint: Constraint | None = None
 
 
 @attrs.define(slots=True)

@@ -45,7 +45,8 @@ class Prefill:
         Args:
             audit: so many of the first tokens each stage compares with what it remembers; 0: none.
         """
-        settings = GenerationSettings(request.top_logprobs, request.namespace, audit)
+        grammar = "" if request.constraint is None else request.constraint.grammar
+        settings = GenerationSettings(request.top_logprobs, request.namespace, audit, grammar=grammar)
         return await send_settings(
             pooled, settings, prompt_token_count=len(request.prompt), sampling=request.sampling
         )

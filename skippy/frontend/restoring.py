@@ -101,12 +101,16 @@ class Restorer:
         """The first tokens that an equal request was given, where this one must be given the same."""
         if self._answers is None or request.top_logprobs is not None:
             return ()
-        return self._answers.find(request.namespace, request.prompt, request.sampling)
+        return self._answers.find(
+            request.namespace, request.prompt, request.sampling, metadata=_metadata(request)
+        )
 
     def record_answer(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
         """Remember what a request was given."""
         if tokens and self._answers is not None:
-            self._answers.record(request.namespace, request.prompt, request.sampling, tokens)
+            self._answers.record(
+                request.namespace, request.prompt, request.sampling, tokens, metadata=_metadata(request)
+            )
 
     async def plan(self, request: GenerationRequest, generated: Sequence[int], *, audit: bool) -> Plan:
         """Look for the request's tokens in stage 0's own cache.
@@ -223,3 +227,8 @@ class Restorer:
 def tokens_before_last(request: GenerationRequest, generated: Sequence[int]) -> tuple[int, ...]:
     """All that is known of a request but its last token, which is always computed: it predicts the next."""
     return (*request.prompt, *generated)[:-1]
+
+
+def _metadata(request: GenerationRequest) -> str | None:
+    """What else than its sampling settings has a say in a request's answer."""
+    return None if request.constraint is None else request.constraint.grammar

@@ -14,8 +14,10 @@ import attrs
 from skippy.protocol import SamplingConfig
 
 from .choices import MAX_CHOICES
+from .constraints import parse_constraint
 from .errors import ApiError
 from .fields import Fields, describe
+from .generation import Constraint
 from .logprobs import parse_chat_logprobs, parse_completion_logprobs
 from .prompts import parse_prompts
 from .sampling import U32_MAX, parse_sampling
@@ -55,6 +57,7 @@ class CommonRequest:
         max_tokens: tokens to generate at most, or None for the server's default. It may be far more than the
             context holds: some clients write 2**32 - 1 for the rest of it.
         sampling: enabled sampling block.
+        constraint: what the answer is held to; None: nothing.
         cache_key: what the client wants its cached prompts kept apart by; None: nothing.
         n: choices for each prompt.
         top_logprobs: as :class:`skippy.frontend.generation.GenerationRequest` has it.
@@ -69,6 +72,7 @@ class CommonRequest:
     sampling: SamplingConfig
     n: int = 1
     top_logprobs: int | None = None
+    constraint: Constraint | None = None
     cache_key: str | None = None
     cache_retention: str | None = None
 
@@ -143,6 +147,11 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     stream = fields.boolean("stream")
     include_usage = _stream_options(fields, stream)
     fields.text("user")
+    constraint, sampling = parse_constraint(fields), parse_sampling(fields)
+    if constraint is not None and sampling.ignores_eos:
+        raise fields.error(
+            "ignore_eos", f"must not be true where {constraint.param} says how the answer ends"
+        )
     retention = ("in_memory", "24h")
     fields.accept_only("prompt_cache_retention", retention, f"it is one of {', '.join(retention)}")
     return {
@@ -151,7 +160,8 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
         "include_usage": include_usage,
         "stop": _stops(fields),
         "max_tokens": next((limit for limit in limits if limit is not None), None),
-        "sampling": parse_sampling(fields),
+        "sampling": sampling,
+        "constraint": constraint,
         "n": n or 1,
         "cache_key": fields.text("prompt_cache_key"),
         "cache_retention": fields.get("prompt_cache_retention"),
@@ -197,7 +207,6 @@ def _refuse_chat_features(fields: Fields) -> None:
     fields.accept_only("tool_choice", ("none", "auto"), "tool calls are not parsed")
     fields.accept_only("function_call", ("none", "auto"), "tool calls are not parsed")
     fields.boolean("parallel_tool_calls")
-    fields.accept_only("response_format", ({"type": "text"},), "only {'type': 'text'} is produced")
     fields.accept_only("modalities", (["text"],), "only text is produced")
     fields.accept_only("audio", (), "only text is produced")
     fields.accept_only("prediction", (), "predicted outputs are not used")

@@ -183,6 +183,7 @@ class CompletionService:
             max_tokens=min(wanted, room),
             sampling=request.sampling,
             top_logprobs=request.top_logprobs,
+            constraint=request.constraint,
             namespace=cache_namespace(caller.credentials, request.cache_key),
             request_id=caller.request_id,
         )

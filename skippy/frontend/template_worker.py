@@ -3,31 +3,28 @@
 ``python -m skippy.frontend.template_worker CPU_SECS MEMORY_BYTES OUTPUT_BYTES``
 
 Templates come out of model files, so they are programs of strangers. The sandbox stops them from reaching
-Python objects; this process bounds what is left: an endless loop ends in SIGPROF, a huge string in a
-MemoryError, a huge output in an error. Its parent kills it when it does not answer.
+Python objects; this process bounds what is left (:mod:`skippy.workers.child`), and an output's size.
 
-Frames, both ways: a 4-byte big-endian length, then ASCII JSON. The worker says ``{"ready": true}`` first. A
-job is ``{"template", "context"}``; its answer is ``{"text"}`` or ``{"error", "kind"}``, where kind is
-``template``, ``memory`` or ``output``. After ``memory`` the worker exits. End of input ends it.
+A job is ``{"template", "context"}``; its answer is ``{"text"}`` or ``{"error", "kind"}``, where kind is
+``template``, ``memory`` or ``output``.
 
 Imports stay few, so that it starts quickly.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import signal
 import sys
 from datetime import datetime
-from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-HEADER_BYTES = 4
+from skippy.workers.child import serve
 
 
 class OutputTooLarge(Exception):
@@ -77,7 +74,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 _ENVIRONMENT = make_environment()
-_compile = lru_cache(maxsize=4)(_ENVIRONMENT.from_string)
+_compile = functools.lru_cache(maxsize=4)(_ENVIRONMENT.from_string)
 
 
 def render(template: str, context: dict[str, Any], max_bytes: int) -> str:
@@ -106,53 +103,9 @@ def answer(job: dict[str, Any], max_bytes: int) -> dict[str, Any]:
         return {"kind": "template", "error": (str(error) or type(error).__name__)[:2000]}
 
 
-def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next frame, or None at the end of input."""
-    header = stream.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES:
-        return None
-    body = stream.read(int.from_bytes(header, "big"))
-    value: dict[str, Any] = json.loads(body)
-    return value
-
-
-def pack_frame(value: dict[str, Any]) -> bytes:
-    # ASCII escapes carry even lone surrogates that a template may produce.
-    body = json.dumps(value).encode("ascii")
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
-
-
-def _limit_memory(size: int) -> None:
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    except (ImportError, OSError, ValueError):
-        pass  # not on this platform; the parent's deadline still holds
-
-
-def _limit_time(seconds: float) -> None:
-    # The default action of SIGPROF ends the process, even inside C code that never looks for signals.
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def main(arguments: list[str]) -> None:
     cpu_secs, memory, max_bytes = float(arguments[0]), int(arguments[1]), int(arguments[2])
-    # A terminal's Ctrl-C reaches the whole process group; the parent decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _limit_memory(memory)
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    target.write(pack_frame({"ready": True}))
-    target.flush()
-    while (job := read_frame(source)) is not None:
-        _limit_time(cpu_secs)
-        result = answer(job, max_bytes)
-        _limit_time(0)
-        target.write(pack_frame(result))
-        target.flush()
-        if result.get("kind") == "memory":
-            return
+    serve(functools.partial(answer, max_bytes=max_bytes), cpu_secs, memory)
 
 
 if __name__ == "__main__":

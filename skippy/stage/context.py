@@ -15,6 +15,7 @@ from skippy.telemetry import Telemetry, get_logger
 from .admission import StageAdmission
 from .dialing import Admitted, DialWatch, dial_admitted
 from .errors import StageStartError
+from .grammars import Grammars
 from .keeping import StageCache
 from .links import Transport
 from .liveness import Liveness
@@ -64,6 +65,7 @@ class StageContext:
         connection_numbers: a number for each lane, for messages and telemetry.
         lanes: the lanes that run now.
         cache: what the stage remembers of prompts; None where it remembers nothing.
+        grammars: checks and compiles those of requests.
     """
 
     config: StageConfig
@@ -85,6 +87,7 @@ class StageContext:
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
     lanes: set[Lane] = attrs.field(factory=set)
     cache: StageCache | None = None
+    grammars: Grammars = attrs.field(factory=lambda: Grammars(None))
 
     @property
     def info(self) -> EngineInfo:

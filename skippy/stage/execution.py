@@ -30,7 +30,7 @@ from .intake import check_data, check_restore, sequence_of, wave_of
 from .queues import PendingReply
 from .remembering import RememberedSession
 from .session import Predicted
-from .settings import GenerationSettings, parse_metadata
+from .settings import GenerationSettings, grammar_start, parse_metadata
 from .statistics import Times
 from .work import Work
 
@@ -224,7 +224,10 @@ class Execution(FusedRestores):
         else:
             session.holding.configure(settings, bypass=self._bypasses(settings.cache_namespace))
         if context.info.is_last:
-            await session.configure(message.sampling, settings)
+            grammar = None
+            if settings.grammar:
+                grammar = await context.grammars.open(settings.grammar, grammar_start(message))
+            await session.configure(message.sampling, settings, grammar)
             await self._answers.open(message)
         # Predictions come from below, and leave upstream from the two ends of a chain alone.
         channels = [self.downstream or self._answers, *([] if context.stage_index else [self._replies])]
@@ -235,6 +238,7 @@ class Execution(FusedRestores):
         if context.stage_index == 0:
             self.predictions.await_stream(message.request_id, message.session_id)
         if self.plain:  # such peers know nothing of our caches
+            settings.check_plain(context.stage_index)
             metadata = GenerationSettings(settings.top_logprobs).to_metadata()
             message = attrs.evolve(message, chat_sampling_metadata=metadata)
         await self._request(self.downstream, self.downstream.with_sequence(message, session.sequence))

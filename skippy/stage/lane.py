@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from skippy.engine import EngineError
+from skippy.engine.grammar import GrammarFailed
 from skippy.protocol import (
     ANNEX_EXTENSION,
     LIVENESS_EXTENSION,
@@ -28,7 +29,7 @@ from skippy.telemetry import names
 
 from .context import LAST_WORDS_SECS, MESSAGE_SECS, REASON_SECS, StageContext, log
 from .downstream import Downstream
-from .errors import LaneLost, RequestFailed, StageError
+from .errors import LaneLost, RequestFailed, SettingsRefused, StageError
 from .execution import Execution
 from .interfaces import ReplySink
 from .lending import lend_steps
@@ -172,6 +173,8 @@ class Lane:
             self.fail(LaneLost(str(error)))
         elif isinstance(error, StageError):
             self.fail(error)
+        elif isinstance(error, GrammarFailed):
+            self.fail(SettingsRefused(str(error)))
         else:
             if not isinstance(error, (EngineError, ValueError)):
                 log.error("a decode failed by a fault of this program", lane=self.number, exc_info=error)

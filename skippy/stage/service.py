@@ -21,6 +21,7 @@ from .admission import ModelIdentity, identify_engine, make_admission
 from .caching import open_cache
 from .context import StageContext, find_neighbours, log
 from .errors import StageStartError
+from .grammars import Grammars, open_grammars
 from .keeping import StageCache
 from .links import Listener, StageLinks, Transport, open_links
 from .liveness import Liveness
@@ -132,7 +133,12 @@ async def open_stage(
                 config, scheduler, identity=readers, inline=not runtime.threads, ending_secs=ending_secs
             )
         )
-        context = _make_context(config, topology, options, scheduler, links, telemetry, identity, cache)
+        grammars = await stack.enter_async_context(
+            open_grammars(scheduler.vocabulary, threads=runtime.threads)
+        )
+        context = _make_context(
+            config, topology, options, scheduler, links, telemetry, identity, cache, grammars
+        )
         stage = Stage(context, listener.endpoint, _tokenizer(context, identity), topology)
         telemetry.emit(
             names.STAGE_BINARY_SERVER_START,
@@ -253,6 +259,7 @@ def _make_context(
     telemetry: Telemetry,
     identity: ModelIdentity | None,
     cache: StageCache | None,
+    grammars: Grammars,
 ) -> StageContext:
     info = scheduler.info
     if (info.layer_start, info.layer_end) != (config.layer_start, config.layer_end):
@@ -276,4 +283,5 @@ def _make_context(
         max_activation_bytes=info.max_batch * info.input_width * 4,
         liveness=Liveness(options.peer_timeout_secs),
         cache=cache,
+        grammars=grammars,
     )

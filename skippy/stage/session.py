@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from skippy.engine import EngineError, Segment, StageEngine
+from skippy.engine.grammar import Grammar, GrammarFailed
 from skippy.protocol import (
     POSITIONED_KINDS,
     Action,
@@ -93,7 +94,9 @@ class StageSession:
         """As :meth:`Session.skip`, for a stale message that brings no rows."""
         self._machine.skip(message)
 
-    async def configure(self, sampling: SamplingConfig | None, settings: GenerationSettings) -> None:
+    async def configure(
+        self, sampling: SamplingConfig | None, settings: GenerationSettings, grammar: Grammar | None = None
+    ) -> None:
         """Set the sampler (last stage only). Raises SettingsRefused for a setting the engine refuses."""
         self._sampling, self._configured = sampling, True
         self.scores = settings.top_logprobs is not None
@@ -102,6 +105,7 @@ class StageSession:
         def call(engine: StageEngine) -> None:
             native.replace_sampler(engine.new_sampler(sampling))
             native.top_logprobs = settings.top_logprobs
+            native.grammar = grammar
 
         try:
             await self._scheduler.run(call)
@@ -142,8 +146,9 @@ class StageSession:
             return None
         if self.wants_settings(message):
             settings = parse_metadata(message.chat_sampling_metadata)
-            if settings.top_logprobs is not None:
-                raise SettingsRefused("top_logprobs is asked for with ConfigureGeneration alone")
+            if settings.top_logprobs is not None or settings.grammar:
+                name = "grammar" if settings.grammar else "top_logprobs"
+                raise SettingsRefused(f"{name} is asked for with ConfigureGeneration alone")
             await self.configure(message.sampling, settings)
         return self._make_work(message, action, output, sink, None)
 
@@ -215,6 +220,8 @@ class StageSession:
         """
         try:
             await self._scheduler.carry_out(work)
+        except GrammarFailed as exc:
+            raise SettingsRefused(str(exc)) from exc
         except (ValueError, EngineError) as exc:
             raise RequestFailed(str(exc)) from exc
 
@@ -275,7 +282,7 @@ class StageSession:
         native = self._native
         if length == len(native.history):
             return
-        del native.history[length:]
+        native.cut(length)
         if native.sampler is not None:
             # A native sampler cannot forget tokens, so it is made again over what is left.
             native.replace_sampler(engine.new_sampler(self._sampling))

@@ -11,14 +11,15 @@ from typing import Final
 
 import attrs
 
-from skippy.protocol import RemoteProtocolError
+from skippy.protocol import Message, RemoteProtocolError
 from skippy.protocol.strict_json import canonical_json, parse_object
 
 from .errors import SettingsRefused
 from .interfaces import ReplyChannel
 
-MAX_METADATA_BYTES: Final = 64 * 1024
-"""Far more than all keys take; parsing stops the stage meanwhile."""
+MAX_GRAMMAR_CHARACTERS: Final = 128 * 1024
+MAX_METADATA_BYTES: Final = 512 * 1024
+"""More than all keys take, a grammar full of escapes among them; parsing stops the stage meanwhile."""
 MAX_TOP_LOGPROBS: Final = 20
 MAX_NAMESPACE_DIGITS: Final = 64
 DROP_WORDS: Final = ("all", "common")
@@ -39,12 +40,15 @@ class GenerationSettings:
             what it remembers of them; the request restores nothing. 0: none.
         cache_drop: of every stage: forget what it remembers in all namespaces, in the common one, or in those
             that begin with these digits; "": nothing.
+        grammar: of the last stage: what is generated fits this grammar, in llguidance's variant of Lark, of
+            at most 131072 characters; it begins behind the prompt. "": none.
     """
 
     top_logprobs: int | None = None
     cache_namespace: str = ""
     cache_audit: int = 0
     cache_drop: str = ""
+    grammar: str = ""
 
     def check_annexed(self, stage_index: int, channels: Iterable[ReplyChannel]) -> None:
         """SettingsRefused where log-probabilities would have to pass a channel that has no room for them."""
@@ -52,6 +56,14 @@ class GenerationSettings:
             raise SettingsRefused(
                 "top_logprobs: log-probabilities travel in the reply annex, which a neighbour of stage "
                 f"{stage_index} did not agree to, as plain generation-8 peers never do"
+            )
+
+    def check_plain(self, stage_index: int) -> None:
+        """SettingsRefused for what a plain generation-8 peer behind this stage would have to do."""
+        if self.grammar:
+            raise SettingsRefused(
+                f"grammar: it is enforced on the last stage, and the stage behind stage {stage_index} is a "
+                "plain generation-8 peer, which knows no grammars"
             )
 
     def to_metadata(self) -> str | None:
@@ -78,13 +90,26 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         namespace = fields.text_or_absent("cache_namespace")
         audit = fields.integer_or_absent("cache_audit", 1, I32_MAX)
         drop = fields.text_or_absent("cache_drop")
+        grammar = fields.text_or_absent("grammar")
         fields.end()
     except RemoteProtocolError as exc:
         raise SettingsRefused(str(exc)) from exc
     _check_digits("cache_namespace", namespace)
     if drop not in DROP_WORDS:
         _check_digits("cache_drop", drop, f"{', '.join(DROP_WORDS)} or ")
-    return GenerationSettings(top, namespace or "", audit or 0, drop or "")
+    if grammar == "":
+        raise SettingsRefused("chat sampling metadata: grammar is empty; leave it out")
+    return GenerationSettings(top, namespace or "", audit or 0, drop or "", grammar or "")
+
+
+def grammar_start(message: Message) -> int:
+    """How many tokens come before what a grammar is about. Raises SettingsRefused where that is not said."""
+    count = message.state.prompt_token_count
+    if count < 1:
+        raise SettingsRefused(
+            f"grammar: it begins behind the prompt, but prompt_token_count of ConfigureGeneration is {count}"
+        )
+    return count
 
 
 def drops(which: str, namespace: str) -> bool:

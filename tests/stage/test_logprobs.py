@@ -175,11 +175,13 @@ async def test_a_verify_window_has_scores_for_each_of_its_tokens(stages: int) ->
         ('{"cache_audit": 0}', "field 'cache_audit' must be 1 to 2147483647"),
         ('{"cache_drop": "everything"}', "cache_drop is 'everything', must be all, common or 1 to 64 lower-"),
         ('{"cache_namespace": 7}', "field 'cache_namespace' must be a string, not an integer"),
-        ('{"grammar": "root ::= x"}', "chat sampling metadata: unknown field 'grammar'"),
+        ('{"gbnf": "root ::= x"}', "chat sampling metadata: unknown field 'gbnf'"),
+        ('{"grammar": ""}', "chat sampling metadata: grammar is empty"),
+        ('{"grammar": 5}', "field 'grammar' must be a string, not an integer"),
         ("[1]", "chat sampling metadata must be an object, not a list"),
         ("[" * 10_000, "chat sampling metadata is "),
         ("{", "chat sampling metadata is not JSON: "),
-        (" " * 65_537, "chat sampling metadata of 65537 characters; at most 65536 are allowed"),
+        (" " * 524_289, "chat sampling metadata of 524289 characters; at most 524288 are allowed"),
     ],
 )
 def test_bad_metadata_is_refused_by_name(text: str, reason: str) -> None:

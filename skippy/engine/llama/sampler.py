@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from skippy.engine.base import EngineError, FloatArray, Sampler
+from skippy.engine.base import BoolArray, EngineError, FloatArray, Sampler
 from skippy.engine.checks import token_array
-from skippy.engine.sampling import check_chat_metadata, check_settings, greedy, is_greedy, step_seed
+from skippy.engine.sampling import check_chat_metadata, check_settings, greedy, is_greedy, only, step_seed
 from skippy.protocol.messages import SamplingConfig
 
 from .native import api
@@ -188,22 +188,27 @@ class LlamaSampler(Sampler):
             for token in kept:
                 api.llama_sampler_accept(sampler, token)
 
-    def sample(self, logits: FloatArray, step: int) -> int:
+    def sample(self, logits: FloatArray, step: int, allowed: BoolArray | None = None) -> int:
         self._check_open()
         settings = self._settings
         if settings is None:
-            return greedy(logits)
+            return greedy(only(logits, allowed))
         if logits.shape != self._ids.shape:
             raise ValueError(f"logits of shape {logits.shape}, expected {self._ids.shape}")
-        values = self._biased(logits)
+        values = only(self._biased(logits), allowed)
         best = greedy(values)  # also refuses NaN
         if self._first_penalties is not None and self._accepted:
             values = self._penalised(values)
             best = greedy(values)
         if self._greedy and not self._chain:
             return best
-        candidates = self._candidates
-        candidates["id"] = self._ids
+        if allowed is None and not self._banned.size:
+            ids = self._ids
+        else:  # what cannot be drawn is no candidate: some samplers multiply minus infinity by 0
+            ids = self._ids[values > -np.inf]
+            values = values[ids]
+        candidates = self._candidates[: len(ids)]
+        candidates["id"] = ids
         candidates["logit"] = values
         array = self._array
         array.data, array.size, array.selected, array.sorted = self._data, len(candidates), -1, False

@@ -1,0 +1,128 @@
+"""JSON Schemas → grammars.
+
+The grammar of a schema is llguidance's: it follows JSON Schema's draft 2020-12, and refuses what it cannot
+enforce. What is checked here comes before that: limits, and that no keyword is passed over in silence, so
+that an error names the keyword and its place. ``docs/structured-output.md`` lists what is enforced.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from .errors import ApiError
+from .fields import describe
+
+MAX_DEPTH: Final = 32
+"""Schemas within schemas."""
+MAX_SCHEMAS: Final = 2_000
+MAX_CHARACTERS: Final = 64 * 1024
+"""Of a schema as compact JSON."""
+
+WHITESPACE: Final = r" |\n[ \t]{0,20}"
+"""What may stand, once, wherever JSON allows white space: models that are unsure go on with it for ever."""
+
+_ENFORCED: Final = frozenset(
+    (  # noqa: SIM905
+        "type enum const anyOf oneOf allOf $ref properties required additionalProperties patternProperties "
+        "minProperties maxProperties items prefixItems additionalItems minItems maxItems minLength maxLength "
+        "pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"
+    ).split()
+)
+_SAYS_NOTHING: Final = frozenset(
+    (  # noqa: SIM905
+        "$schema $id $comment $defs definitions title description default examples deprecated readOnly "
+        "writeOnly contentMediaType contentEncoding"
+    ).split()
+)
+_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SCHEMAS: Final = ("items", "additionalProperties", "additionalItems")
+
+
+def schema_rule(schema: Any, path: str) -> str:
+    """What stands for the JSON values of a schema in a grammar, wherever a rule's name could stand.
+
+    Args:
+        path: of the schema in the request.
+
+    Raises:
+        ApiError: 400, naming the keyword and its path.
+    """
+    _check(schema, path)
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    if len(text) > MAX_CHARACTERS:
+        raise ApiError(
+            f"{path} has {len(text)} characters as compact JSON; at most {MAX_CHARACTERS} are allowed",
+            param=path,
+        )
+    return f"%json {text}"
+
+
+def literal(text: str) -> str:
+    """What stands for a text in a grammar. It must not be empty."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _check(root: Any, root_path: str) -> None:
+    """Refuse what would be passed over, and what is too deep or too much."""
+    level, count = [(root, root_path)], 0
+    for _ in range(MAX_DEPTH):
+        below: list[tuple[Any, str]] = []
+        for schema, path in level:
+            if isinstance(schema, bool):
+                continue
+            if not isinstance(schema, dict):
+                raise ApiError(f"{path} must be a schema: an object, true or false", param=path)
+            _check_keywords(schema, path)
+            below += _inside(schema, path)
+        count += len(level)
+        if count > MAX_SCHEMAS:
+            text = f"{root_path} holds more than {MAX_SCHEMAS} schemas"
+            raise ApiError(text, param=root_path)
+        if not below:
+            return
+        level = below
+    path = level[0][1]
+    raise ApiError(f"{path} is nested more than {MAX_DEPTH} schemas deep", param=path)
+
+
+def _check_keywords(schema: dict[str, Any], path: str) -> None:
+    for keyword, value in schema.items():
+        if keyword in _ENFORCED or keyword in _SAYS_NOTHING:
+            continue
+        if keyword == "uniqueItems" and value is False:
+            continue
+        where = f"{path}.{keyword[:100]}"
+        text = f"{where}: the keyword {keyword[:100]!r} is not supported in schemas that answers are held to"
+        raise ApiError(text, param=where, code="unsupported_model_feature")
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    known = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and least > max(1, known):
+        where = f"{path}.minProperties"
+        text = f"{where} is {least}; above 1 it can only be met by as many required properties"
+        raise ApiError(text, param=where, code="unsupported_model_feature")
+
+
+def _inside(schema: dict[str, Any], path: str) -> list[tuple[Any, str]]:
+    """The schemas right inside a schema, and their paths."""
+    found: list[tuple[Any, str]] = []
+    for keyword in _NAMED_SCHEMAS:
+        value = schema.get(keyword, {})
+        where = f"{path}.{keyword}"
+        if not isinstance(value, dict):
+            raise ApiError(f"{where} must be an object, not {describe(value)}", param=where)
+        found += [(inner, f"{where}.{name[:100]}") for name, inner in value.items()]
+    for keyword in _LISTED_SCHEMAS:
+        value = schema.get(keyword, [])
+        where = f"{path}.{keyword}"
+        if isinstance(value, list):
+            found += [(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+        elif keyword not in _SCHEMAS:
+            raise ApiError(f"{where} must be an array, not {describe(value)}", param=where)
+    for keyword in _SCHEMAS:
+        if keyword in schema and not isinstance(schema[keyword], list):
+            found.append((schema[keyword], f"{path}.{keyword}"))
+    return found
