@@ -37,8 +37,13 @@ _FLOAT_RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("dry_base", 0.0, math.inf),
     ("xtc_probability", 0.0, 1.0),
     ("xtc_threshold", 0.0, 1.0),
+    ("mirostat_entropy", 0.0, math.inf),
+    ("mirostat_learning_rate", 0.0, math.inf),
 )
 _F32_MAX: Final = 3.4028234663852886e38
+
+
+MIROSTAT_MODES: Final = (0, 1, 2)
 
 
 def check_settings(settings: SamplingConfig, vocab_size: int) -> None:
@@ -61,8 +66,8 @@ def check_settings(settings: SamplingConfig, vocab_size: int) -> None:
             raise ValueError(f"{name} must be at least -1, not {getattr(settings, name)}")
     if settings.dry_allowed_length < 0:
         raise ValueError(f"dry_allowed_length must be at least 0, not {settings.dry_allowed_length}")
-    if (state := state_between_draws(settings)) is not None:
-        raise ValueError(f"mirostat_mode {settings.mirostat_mode} is not supported: {state}; use 0")
+    if settings.mirostat_mode not in MIROSTAT_MODES:
+        raise ValueError(f"mirostat_mode must be 0, 1 or 2, not {settings.mirostat_mode}")
     _check_lists(settings, vocab_size)
 
 
@@ -71,7 +76,7 @@ def state_between_draws(settings: SamplingConfig) -> str | None:
 
     Only of an enabled sampling block.
     """
-    if settings.enabled and settings.mirostat_mode != 0:
+    if settings.enabled and settings.mirostat_mode != 0 and not is_greedy(settings):
         return "mirostat keeps state between draws, which replay cannot restore"
     return None
 

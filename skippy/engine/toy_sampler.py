@@ -14,6 +14,7 @@ from skippy.protocol.messages import SamplingConfig
 
 from .base import BoolArray, FloatArray, Sampler
 from .checks import token_array
+from .mirostat import BESIDE_MIROSTAT, Mirostat
 from .sampling import check_chat_metadata, check_settings, greedy, is_greedy, only, step_digest
 from .toy_vocabulary import ToyVocabulary
 
@@ -28,7 +29,7 @@ _UNSUPPORTED: Final = {
 
 
 class ToySampler(Sampler):
-    """Logit bias, penalties, top_k, top_p, min_p and temperature; other settings are refused by name."""
+    """Logit bias, penalties, top_k, top_p, min_p, temperature, mirostat 2; others are refused by name."""
 
     def __init__(
         self,
@@ -47,7 +48,10 @@ class ToySampler(Sampler):
                     raise ValueError(f"{name} is not supported by the toy engine, use {neutral}")
             if settings.top_nsigma > 0.0:
                 raise ValueError("top_nsigma is not supported by the toy engine, use -1")
-        self._settings = None if settings is None else _as_sent(settings)
+            if settings.mirostat_mode == 1:
+                raise ValueError("mirostat_mode 1 is not supported by the toy engine, use 0 or 2")
+        self._settings = settings = None if settings is None else _as_sent(settings)
+        self._mirostat = Mirostat(settings) if settings is not None and settings.mirostat_mode else None
         self._vocab_size = vocab_size
         last = 0 if settings is None else settings.penalty_last_n
         self._history: deque[int] = deque(maxlen=context_length if last < 0 else last)
@@ -75,10 +79,18 @@ class ToySampler(Sampler):
         kept = values[order]
         kept = kept[: np.count_nonzero(kept > -np.inf)]
         for name in settings.samplers:
-            kept = _apply(name, kept, settings)
+            if self._mirostat is None or name in BESIDE_MIROSTAT:
+                kept = _apply(name, kept, settings)
+        if self._mirostat is not None:
+            shares = np.exp(kept - kept[0])
+            surprise = -np.log2(np.maximum(shares / shares.sum(), np.finfo(np.float64).tiny))
+            kept = kept[: max(1, int(np.count_nonzero(surprise <= self._mirostat.limit(step))))]
         weights = np.cumsum(np.exp(kept - kept[0]))
         target = step_digest(settings.seed, step, b"skippy-draw") / 2.0**64 * weights[-1]
-        return int(order[min(int(np.searchsorted(weights, target, side="right")), len(kept) - 1)])
+        index = min(int(np.searchsorted(weights, target, side="right")), len(kept) - 1)
+        if self._mirostat is not None:
+            self._mirostat.drawn(step, float(np.exp(kept[index] - kept[0]) / weights[-1]))
+        return int(order[index])
 
     def _penalise(self, values: Values, settings: SamplingConfig) -> None:
         for token, count in Counter(self._history).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,10 @@ import psutil
 import pytest
 
 from skippy.engine import EngineError, FloatArray, StageEngine
+from skippy.engine.llama.native import api
 from skippy.engine.llama.sampler import LlamaSampler
 from skippy.engine.sampling import SAMPLER_NAMES, step_seed
+from skippy.engine.toy import ToyEngine
 from skippy.protocol.kinds import SamplingFlag
 from skippy.protocol.messages import SamplingConfig
 
@@ -251,7 +254,9 @@ BAD: dict[str, list[Any]] = {
     "dry_sequence_breakers": [("a\0b",), ("x" * 41,), ("\ud800",)],
     "xtc_probability": [-0.1, 1.1],
     "xtc_threshold": [math.nan],
-    "mirostat_mode": [1, 2, 3],
+    "mirostat_mode": [-1, 3],
+    "mirostat_entropy": [-1.0, math.nan],
+    "mirostat_learning_rate": [-0.1, math.inf],
     "samplers": [("top_k", "infill"), ("",), ("k",)],
 }
 
@@ -273,11 +278,92 @@ def test_chat_metadata_is_refused(last: StageEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"typical_p": 0.5}, {"xtc_probability": 0.5}, {"dynatemp_range": 1.0}, {"dry_multiplier": 1.0}]
+    "fields",
+    [
+        {"typical_p": 0.5},
+        {"xtc_probability": 0.5},
+        {"dynatemp_range": 1.0},
+        {"dry_multiplier": 1.0},
+        {"mirostat_mode": 1},
+    ],
 )
 def test_toy_refuses_what_it_lacks(toy_kind: Kind, fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         toy_kind.load(5, 6).new_sampler(settings(**fields))
+
+
+@pytest.mark.parametrize("target", [1.0, 2.0, 2.5])
+@pytest.mark.parametrize("mode", [1, 2])
+def test_mirostat_is_llama_cpps(mode: int, target: float, native: StageEngine) -> None:
+    """Its samplers keep a generator of their own over the draws, so only the first one can be compared."""
+    assert native.vocabulary is not None
+    size, found, expected = native.info.vocab_size, set(), set()
+    logits = some_logits(native) * 2
+    for seed in range(300):
+        config = settings(mirostat_mode=mode, mirostat_entropy=target, seed=seed)
+        found |= set(draws(native, config, 1, logits=logits))
+        if mode == 1:
+            sampler = api.llama_sampler_init_mirostat(size, seed, target, 0.1, 100)
+        else:
+            sampler = api.llama_sampler_init_mirostat_v2(seed, target, 0.1)
+        expected.add(apply(sampler, logits))
+    assert found == expected
+    assert len(found) < size // 2
+    narrow = settings(mirostat_mode=mode, mirostat_entropy=0.01, mirostat_learning_rate=0.0)
+    assert set(draws(native, narrow)) == {int(np.argmax(logits))}
+    assert len(set(draws(native, settings(mirostat_mode=mode, mirostat_entropy=60.0)))) > size // 5
+
+
+def apply(sampler: Any, logits: FloatArray) -> int:
+    """The token that a sampler of llama.cpp's takes."""
+    data = np.zeros(len(logits), np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")]))
+    data["id"], data["logit"] = np.arange(len(logits)), logits
+    array = api.llama_token_data_array(size=len(logits), selected=-1)
+    array.data = ctypes.cast(data.ctypes.data, type(array.data))
+    api.llama_sampler_apply(sampler, ctypes.byref(array))
+    api.llama_sampler_free(sampler)
+    return int(array.data[array.selected].id)
+
+
+@pytest.mark.parametrize("target", [2.0, 4.0])
+@pytest.mark.parametrize("mode", [1, 2])
+def test_mirostat_keeps_the_surprise_near_its_target(last: StageEngine, mode: int, target: float) -> None:
+    if mode == 1 and isinstance(last, ToyEngine):
+        pytest.skip("the toy has mirostat 2 only")
+    logits = some_logits(last)
+    shares = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    config = settings(mirostat_mode=mode, mirostat_entropy=target, mirostat_learning_rate=0.1, seed=3)
+    found = draws(last, config, 600)
+    # The surprise is that among the tokens that are left, below that of the whole distribution.
+    kept = shares[np.unique(found)].sum()
+    surprise = -np.log2(shares[found[100:]] / kept).mean()
+    assert surprise == pytest.approx(target, abs=0.6)
+
+
+def test_mirostat_draws_do_not_depend_on_rewinds(last: StageEngine) -> None:
+    config = settings(mirostat_mode=2, mirostat_entropy=3.0, seed=9)
+    logits = some_logits(last)
+    expected = draws(last, config, 30)
+    sampler = last.new_sampler(config)
+    found = [sampler.sample(logits, step) for step in range(20)]
+    found[5:] = [sampler.sample(logits, step) for step in range(5, 30)]
+    assert found == expected
+    with pytest.raises(EngineError, match="mirostat knows nothing of the draws before number 40"):
+        sampler.sample(logits, 40)
+
+
+def test_penalties_and_temperature_go_with_mirostat(last: StageEngine) -> None:
+    logits = np.zeros(last.info.vocab_size, dtype=np.float32)
+    logits[[5, 6]] = [10.0, 9.5]
+    config = settings(mirostat_mode=2, mirostat_entropy=0.01, presence_penalty=2.0, top_k=1)
+    sampler = last.new_sampler(config)
+    assert sampler.sample(logits, 0) == 5
+    sampler.accept([5])
+    assert sampler.sample(logits, 1) == 6
+    assert set(draws(last, settings(mirostat_mode=2, temperature=0.0))) == {int(np.argmax(some_logits(last)))}
+    # top_k = 1 would leave one token.
+    wide = settings(mirostat_mode=2, mirostat_entropy=20.0, top_k=1, temperature=3.0)
+    assert len(set(draws(last, wide))) > 20
 
 
 def test_only_the_last_stage_samples(toy_kind: Kind, tiny_kind: Kind) -> None:

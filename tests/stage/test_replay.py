@@ -322,19 +322,20 @@ async def test_what_the_request_is_at_fault_for_is_not_replayed(
 
 @pytest.mark.parametrize("taken", [0, 2])
 async def test_a_sampler_with_a_state_of_its_own_is_not_replayed_once_it_has_drawn(
-    taken: int, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    taken: int, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """As no engine takes such settings, the answer of the question for them is changed."""
-    monkeypatch.setattr("skippy.frontend.recovery.state_between_draws", lambda _: "it remembers")
-    async with lossy_chain() as chain, chain.generator.generate(REQUEST) as stream:
+    sampling = SamplingConfig(flags=1, seed=3, mirostat_mode=2, mirostat_entropy=4.0)
+    request = attrs.evolve(REQUEST, sampling=sampling)
+    right = unsplit_tokens(REQUEST.prompt, REQUEST.max_tokens, sampling)
+    async with lossy_chain() as chain, chain.generator.generate(request) as stream:
         tokens = [await stream.__anext__() for _ in range(taken)]
         chain.transport.break_links(PORTS["stage 1"])
         if taken:
-            with pytest.raises(ReplayRefused, match="cannot be replayed, because it remembers"):
+            with pytest.raises(ReplayRefused, match="cannot be replayed, because mirostat keeps state"):
                 await exhaust(stream)
         else:
             tokens += [token async for token in stream]
-            assert tokens == RIGHT
+            assert tokens == right
     assert chain.replays == ([] if taken else ["begin", "end"])
 
 

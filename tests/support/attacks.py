@@ -210,7 +210,7 @@ def poisons(target: Target) -> list[tuple[str, list[bytes]]]:
             dry_multiplier=1.0,
             dry_penalty_last_n=most,
         ),
-        "mirostat": SamplingConfig(SamplingFlag.ENABLED, mirostat_mode=2),
+        "an unknown mirostat": SamplingConfig(SamplingFlag.ENABLED, mirostat_mode=3),
         "a bias for no token": SamplingConfig(SamplingFlag.ENABLED, logit_bias=((-1, 1.0),)),
         "an infinite temperature": SamplingConfig(SamplingFlag.ENABLED, temperature=float("inf")),
     }

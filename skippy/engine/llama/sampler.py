@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from skippy.engine.base import BoolArray, EngineError, FloatArray, Sampler
 from skippy.engine.checks import token_array
+from skippy.engine.mirostat import BESIDE_MIROSTAT, Mirostat, surprise_count
 from skippy.engine.sampling import check_chat_metadata, check_settings, greedy, is_greedy, only, step_seed
 from skippy.protocol.messages import SamplingConfig
 
@@ -34,7 +35,8 @@ class LlamaSampler(Sampler):
     Logit bias comes first, then the settings' samplers in their order, then the draw. A temperature of 0 (see
     :func:`~skippy.engine.sampling.is_greedy`) means the highest logit after bias, penalties and DRY, the
     lowest id among equals. Random samplers (XTC and the draw) are made anew for each step, with a seed
-    derived from (settings.seed, step).
+    derived from (settings.seed, step). With mirostat, samplers that cut candidates off are left out, as in
+    llama.cpp, and the draw is mirostat's, with the surprise that it may go up to in this step.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LlamaSampler(Sampler):
         self._accepted: set[int] = set()
         self._first_penalties: Any = None
         self._chain: list[Callable[[int], None]] = []  # applied to the candidates of a step
+        self._mirostat: Mirostat | None = None
         self._closed = False
         self._keep = 0
         if settings is not None:
@@ -77,6 +80,9 @@ class LlamaSampler(Sampler):
         names = [name for name in settings.samplers if not _is_neutral(name, settings)]
         if self._greedy:
             names = [name for name in names if name in _SHAPES_LOGITS]
+        elif settings.mirostat_mode:
+            names = [name for name in names if name in BESIDE_MIROSTAT]
+            self._mirostat = Mirostat(settings)
         if names and names[0] == "penalties":
             self._first_penalties = self._make_penalties(settings)
             del names[0]
@@ -218,7 +224,21 @@ class LlamaSampler(Sampler):
             left = self._left()
             top = left["logit"].max()
             return int(left["id"][left["logit"] == top].min())
-        return self._draw(step_seed(settings.seed, step, _PURPOSE_DRAW))
+        seed = step_seed(settings.seed, step, _PURPOSE_DRAW)
+        if self._mirostat is None:
+            return self._draw(api.llama_sampler_init_dist(seed))[0]
+        limit = self._mirostat.limit(step)
+        if settings.mirostat_mode == 1:
+            # Not llama.cpp's own: on flat distributions its number of tokens overflows, and one is left.
+            count = surprise_count(self._left()["logit"], limit)
+            self._apply_once(api.llama_sampler_init_top_k(count))
+            draw = api.llama_sampler_init_dist(seed)
+        else:
+            # It begins at twice its target: made anew, it begins where the last draw has ended.
+            draw = api.llama_sampler_init_mirostat_v2(seed, limit / 2, 0.0)
+        token, probability = self._draw(draw)
+        self._mirostat.drawn(step, probability)
+        return token
 
     def _biased(self, logits: FloatArray) -> FloatArray:
         if not self._bias_ids.size and not self._banned.size:
@@ -240,14 +260,16 @@ class LlamaSampler(Sampler):
         values[ids] = few["logit"]
         return values
 
-    def _draw(self, seed: int) -> int:
-        self._apply_once(api.llama_sampler_init_dist(seed))
+    def _draw(self, sampler: Any) -> tuple[int, float]:
+        """Let a sampler choose: the token, and its probability among those that were left."""
+        self._apply_once(sampler)
         left, selected = self._left(), int(self._array.selected)
         if not 0 <= selected < len(left):
             raise EngineError("the samplers left no token to choose from")
-        if np.isnan(left["p"][selected]):
+        probability = float(left["p"][selected])
+        if not probability > 0.0:
             raise EngineError("the sampling settings drove the logits beyond the range of f32")
-        return int(left["id"][selected])
+        return int(left["id"][selected]), probability
 
     def _left(self) -> npt.NDArray[np.void]:
         """The candidates that are left. Samplers cut at the end, and XTC moves the start of the array."""
