@@ -72,13 +72,14 @@ class KvCacheConfig:
     )
     min_tokens: int = key("Shorter prefixes are neither kept nor used.", default=64)
     shared_prefix_stride_tokens: int = key(
-        "Where sequences cannot be shortened (recurrent and hybrid models), the state of a prompt is kept at "
-        "multiples of this, or of `min_tokens` if that is less, if a chunk of the prompt ends there.",
+        "Where sequences cannot be shortened (recurrent and hybrid models), the state of a prompt is also "
+        "kept at a multiple of this, or of `min_tokens` if that is less: a chunk of the prompt ends there.",
         default=128,
     )
     shared_prefix_record_limit: int = key(
-        "States kept of one prompt: at its end, and at the last multiples before it; 0: at all of them. "
-        "Attention models need none: what they keep serves every shorter prefix.",
+        "States kept of one prompt: at its end, where it parts from what was kept before, and at the last "
+        "multiples of the stride; 0: at all of them. Attention models need none: what they keep serves every "
+        "shorter prefix.",
         default=2,
     )
     extra_sequences: int | None = key(

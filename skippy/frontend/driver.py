@@ -337,11 +337,12 @@ class ChainStream:
         is_replay = self._recovery.count > 0
         plan = await restorer.plan(request, self._tokens, audit=self._audited and not is_replay)
         if not is_replay:
-            await prefill.configure(lane, request, audit=plan.audit)
+            await prefill.configure(lane, request, audit=plan.audit, checkpoints=plan.checkpoints)
         times = [trio.current_time()]
         restored = await restorer.restore(lane, request, self._tokens, plan)
         times.append(trio.current_time() if plan.length else times[0])
-        first = await prefill.run(lane, request, self._tokens, restored.length, plan.schedule)
+        ends = () if is_replay else plan.checkpoints  # whose settings were sent before anything was known
+        first = await prefill.run(lane, request, self._tokens, restored.length, plan.schedule, ends)
         times.append(trio.current_time())
         first = restored.first or first
         if not self._fed:

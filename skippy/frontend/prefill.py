@@ -34,7 +34,12 @@ class Prefill:
         self.estimate = PrefillEstimate()
 
     async def configure(
-        self, pooled: PooledLane, request: GenerationRequest, *, audit: int = 0
+        self,
+        pooled: PooledLane,
+        request: GenerationRequest,
+        *,
+        audit: int = 0,
+        checkpoints: tuple[int, ...] = (),
     ) -> PendingReply:
         """Send the request's settings; the place of their acknowledgement.
 
@@ -44,9 +49,12 @@ class Prefill:
 
         Args:
             audit: so many of the first tokens each stage compares with what it remembers; 0: none.
+            checkpoints: behind which tokens each stage is to keep its state, if a chunk ends there.
         """
         grammar = "" if request.constraint is None else request.constraint.grammar
-        settings = GenerationSettings(request.top_logprobs, request.namespace, audit, grammar=grammar)
+        settings = GenerationSettings(
+            request.top_logprobs, request.namespace, audit, grammar=grammar, cache_checkpoints=checkpoints
+        )
         return await send_settings(
             pooled, settings, prompt_token_count=len(request.prompt), sampling=request.sampling
         )
@@ -58,6 +66,7 @@ class Prefill:
         generated: Sequence[int] = (),
         held: int = 0,
         schedule: Sequence[int] = (),
+        checkpoints: Sequence[int] = (),
     ) -> PendingReply | None:
         """Send, behind the settings, every prompt token but the last; that one is the first decode step.
 
@@ -70,6 +79,7 @@ class Prefill:
             held: of all those tokens, how many the session has on every stage, so that they are not sent; the
                 last one is never among them.
             schedule: sizes of the first chunks, where they are not free.
+            checkpoints: behind which tokens a chunk must end, ascending.
 
         Cancellation: between two chunks, or in one that may have run here and not further down.
         """
@@ -80,7 +90,7 @@ class Prefill:
             few = len(generated) <= MAX_REPLAY_TOKENS
             prefilled = prompt[:-1] if few else prompt
             total = len(prefilled) if few else len(prompt) + len(generated)
-            feed = self._feed(pooled, total - held, schedule)
+            feed = self._feed(pooled, total - held, schedule, checkpoints)
             await feed.prefill(prefilled, held)
             if generated:
                 feed.largest = 1 if few else self._max_chunk
@@ -93,7 +103,9 @@ class Prefill:
         self._decoding.add(pooled)
         return place
 
-    def _feed(self, pooled: PooledLane, total: int, schedule: Sequence[int]) -> _Feed:
+    def _feed(
+        self, pooled: PooledLane, total: int, schedule: Sequence[int], checkpoints: Sequence[int]
+    ) -> _Feed:
         policy = make_policy(self._options, single_stage=self._single_stage, safe=self._safe)
         self.estimate.seed(policy)
 
@@ -102,7 +114,7 @@ class Prefill:
                 return schedule[index]
             return policy.size(index, total, live_decodes=bool(self._decoding))
 
-        return _Feed(pooled, policy, size, self._telemetry, self._max_chunk)
+        return _Feed(pooled, policy, size, self._telemetry, self._max_chunk, checkpoints)
 
     def ended(self, pooled: PooledLane) -> None:
         """The generation on this lane is over, or never came to its decode steps."""
@@ -160,6 +172,7 @@ class _Feed:
     Attributes:
         size: tokens of the chunk of this number at most.
         largest: tokens of any chunk at most.
+        ends: positions that no chunk of a prompt goes across, ascending.
         sizes, times: of the chunks so far.
     """
 
@@ -168,6 +181,7 @@ class _Feed:
     _size: Callable[[int], int]
     _telemetry: Telemetry
     largest: int
+    ends: Sequence[int] = ()
     sizes: list[int] = attrs.field(factory=list)
     times: list[_ChunkTimes] = attrs.field(factory=list)
 
@@ -177,7 +191,8 @@ class _Feed:
     async def prefill(self, tokens: Sequence[int], start: int = 0) -> None:
         """Send the first tokens of the request, those from ``start`` on."""
         while start < len(tokens):
-            chunk = tokens[start : start + self._next_size()]
+            end = next((end for end in self.ends if end > start), len(tokens))
+            chunk = tokens[start : min(end, start + self._next_size())]
             number = len(self.sizes)
             await self._send(
                 MessageKind.PREFILL_EMBD, start, chunk, seq_id=number, prompt_token_count=len(tokens)

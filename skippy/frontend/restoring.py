@@ -36,11 +36,13 @@ class Plan:
         audit: not 0: nothing is to be restored; the first ``audit`` tokens, computed in chunks of
             ``schedule`` as the entry was, are to be compared with it.
         schedule: sizes of the first chunks, where they are not free.
+        checkpoints: behind which of the tokens a chunk is to end, so that every stage can keep its state.
     """
 
     length: int = 0
     audit: int = 0
     schedule: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
 
 NOTHING: Final = Plan()
@@ -122,9 +124,11 @@ class Restorer:
             audit: a hit is to be computed all the same.
         """
         cache = self._cache
-        tokens = tokens_before_last(request, generated)
-        if cache is None or not self.keeps(len(tokens)):
+        if cache is None:
             return NOTHING
+        tokens = tokens_before_last(request, generated)
+        if not self.keeps(len(tokens)):
+            return Plan(checkpoints=cache.plan_checkpoints(request.namespace, tokens, 0))
         length = cache.longest(request.namespace, tokens)
         if await self._pool.wait_kept(request.namespace, tokens, max(length, self._least - 1)):
             length = cache.longest(request.namespace, tokens)
@@ -132,7 +136,8 @@ class Restorer:
             cache.missed()
         if length and audit:
             return self._audit(request.namespace, tokens) or Plan(length=length)
-        return Plan(length=length)
+        checkpoints = cache.plan_checkpoints(request.namespace, tokens, length)
+        return Plan(length=length, checkpoints=checkpoints)
 
     def _audit(self, namespace: str, tokens: tuple[int, ...]) -> Plan | None:
         assert self._cache is not None

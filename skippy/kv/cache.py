@@ -65,6 +65,10 @@ class PrefixCache(Generic[S]):
         """
         return self._paths.match(namespace, tokens)
 
+    def common(self, namespace: str, tokens: Sequence[int]) -> int:
+        """How many of the first ``tokens`` begin the path of any entry of ``namespace``. Touches nothing."""
+        return self._paths.common(namespace, tokens)
+
     def cost(self, entry: Entry[S]) -> int:
         """Tokens that would have to be prefilled again if this entry alone were gone.
 

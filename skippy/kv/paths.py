@@ -63,6 +63,11 @@ class PathIndex(Generic[S]):
         entry = min(usable, key=_preference, default=None)
         return None if entry is None else Match(entry, length)
 
+    def common(self, namespace: str, tokens: Sequence[int]) -> int:
+        """See :meth:`skippy.kv.cache.PrefixCache.common`."""
+        tree = self._trees.get(namespace)
+        return 0 if tree is None else tree.find(tokens)[0]
+
     def cost(self, entry: Entry[S]) -> int:
         """See :meth:`skippy.kv.cache.PrefixCache.cost`."""
         node = entry.node

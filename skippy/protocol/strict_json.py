@@ -115,6 +115,14 @@ class Fields:
     def integer_or_absent(self, name: str, low: int, high: int) -> int | None:
         return self.integer(name, low, high) if name in self._rest else None
 
+    def integers_or_absent(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        """A list of integers from ``low`` to ``high``; empty where the field is absent."""
+        values = self._list(name) if name in self._rest else []
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise self._wrong(name, f"a list of integers from {low} to {high}", value)
+        return tuple(values)
+
     def boolean(self, name: str) -> bool:
         value = self._take(name)
         if not isinstance(value, bool):

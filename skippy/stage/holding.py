@@ -41,6 +41,8 @@ class Holding:
         self._schedule: tuple[int, ...] = ()
         self._audited: tuple[int, ...] = ()
         """The chunks of a session that is to be audited."""
+        self._checkpoints: frozenset[int] = frozenset()
+        """Lengths at which the session's state is to be kept, beside the end of its prompt."""
         self._alone = not cache.settings.shared_cells
         self._cuts = cache.cuts
 
@@ -69,6 +71,7 @@ class Holding:
                 "cache_namespace and cache_audit come before whatever is restored or run under them"
             )
         (self.namespace, self.audit), self.off = told, bypass
+        self._checkpoints = frozenset(settings.cache_checkpoints)
 
     def hold(self, restored: Restored) -> None:
         """A prefix was restored into the session."""
@@ -125,9 +128,10 @@ class Holding:
 
     def checkpoint(self, sequence: int, history: Sequence[int], total: int) -> None:
         """The session holds ``history`` now, the first of ``total`` tokens of its prompt."""
-        if not (self._unkept or self.audit):
+        asked = len(history) == total or len(history) in self._checkpoints
+        if asked and not (self._unkept or self.audit):
             rest = (1,) * (len(history) - sum(self._schedule))
-            self.cache.checkpoint(self.namespace, history, self._schedule + rest, sequence, total)
+            self.cache.checkpoint(self.namespace, history, self._schedule + rest, sequence)
 
     def together(self) -> None:
         """Rows of the request were computed with others', or will be: nobody can do that again bit by bit."""

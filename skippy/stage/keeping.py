@@ -9,6 +9,7 @@ step: calls run in that order, and before rows that were submitted later.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import attrs
@@ -19,7 +20,7 @@ from skippy.kv.entries import Match, Part, cut_schedule
 from skippy.telemetry import get_logger
 
 from .scheduler import Scheduler
-from .settings import drops
+from .settings import MAX_CHECKPOINTS, drops
 from .states import Index as Index, KvEntry as KvEntry, State, StateLost, StateTier
 
 log = get_logger("skippy.stage")
@@ -224,20 +225,34 @@ class StageCache:
             self.states.kept(entry)
         self.shrink()
 
-    def checkpoint(
-        self, namespace: str, tokens: Sequence[int], schedule: tuple[int, ...], sequence: int, total: int
-    ) -> None:
-        """A sequence holds ``tokens``, the first of ``total`` of a prompt: keep its state if it is worth it.
+    def plan_checkpoints(self, namespace: str, tokens: Sequence[int], held: int) -> tuple[int, ...]:
+        """Behind which of ``tokens`` a prefill should stop for :meth:`checkpoint`, beside its end, ascending.
 
-        Only where nothing shorter than the whole can be restored: then at the end of the prompt, and at the
-        last multiples of the grid before it. Never waits.
+        Only where nothing shorter than the whole of a state can be restored. First where the prompt parts
+        from what others had, which a third one may share; then the last multiples of the grid: a template
+        may put something else behind the same messages. ``held``, which this stage can restore, is among
+        them: others may not have it (any more).
         """
-        settings, length = self.settings, len(tokens)
-        if self.sliceable or self.states is None or length < settings.min_tokens:
-            return
-        rest = total - length
-        reach = settings.grid * (settings.record_limit - 1) if settings.record_limit else total
-        if rest > 0 and (length % settings.grid or rest > reach):
+        settings = self.settings
+        if self.sliceable or self.states is None:
+            return ()
+        limit = MAX_CHECKPOINTS if settings.record_limit == 0 else settings.record_limit - 1
+        parts = self.index.common(namespace, tokens)
+        grid = range((len(tokens) - 1) // settings.grid * settings.grid, 0, -settings.grid)
+        least = max(held + 1, settings.min_tokens)
+        wanted = (length for length in dict.fromkeys((parts, *grid)) if least <= length < len(tokens))
+        lengths = {*itertools.islice(wanted, min(limit, MAX_CHECKPOINTS - 1))}
+        return tuple(sorted(lengths | ({held} if held else set())))
+
+    def checkpoint(
+        self, namespace: str, tokens: Sequence[int], schedule: tuple[int, ...], sequence: int
+    ) -> None:
+        """A sequence holds ``tokens``, and nothing behind them: keep its state, unless that is there.
+
+        Only where nothing shorter than the whole of a state can be restored. Never waits.
+        """
+        length = len(tokens)
+        if self.sliceable or self.states is None or length < self.settings.min_tokens:
             return
         match = self.index.match(namespace, tokens)
         if match is None or match.length < length or match.entry.state is None:

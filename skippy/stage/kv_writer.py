@@ -44,7 +44,7 @@ class WriterPlace:
 
     def give_up(self) -> None:
         """There is nothing to store after all."""
-        self._take()._let_go()
+        self._take()._give_up()
 
     def _take(self) -> KvWriter:
         writer, self._writer = self._writer, None
@@ -70,9 +70,9 @@ class KvWriter:
         self.stored = self.dropped = self.failed = 0
         self._in_thread = in_thread
         self._limiter = trio.CapacityLimiter(2)  # a state may be read while another is written
-        self._taken = False
+        self._reserved = False
         self._ended = False
-        self._waiting: _Job | None = None
+        self._waiting: deque[_Job] = deque()
         self._posted: deque[Callable[[], object]] = deque()
         self._filled = trio.lowlevel.ParkingLot()
         self._calling = False
@@ -80,10 +80,10 @@ class KvWriter:
 
     def reserve(self) -> WriterPlace | None:
         """The place for one state, to be used soon; None if it is taken, which is counted. Never waits."""
-        if self._taken or self._ended:
+        if not self.free:
             self.dropped += 1
             return None
-        self._taken = True
+        self._reserved = True
         return WriterPlace(self)
 
     def post(self, call: Callable[[], object]) -> None:
@@ -97,23 +97,25 @@ class KvWriter:
     @property
     def free(self) -> bool:
         """Whether :meth:`reserve` would give a place."""
-        return not (self._taken or self._ended)
+        # Of two that wait, an idle writer is about to take the first.
+        return not (self._ended or self._reserved or len(self._waiting) > (not self._calling))
 
     async def wait_free(self) -> None:
         """Wait until :meth:`reserve` gives a place, or the writer has ended."""
-        while self._taken and not self._ended:
+        while not (self.free or self._ended):
             await self._rested.park()
 
     async def wait_idle(self) -> None:
         """Wait until everything that was reserved and posted is done, or the writer has ended."""
-        while not self._ended and (self._taken or self._calling or self._posted):
+        while not self._ended and (self._reserved or self._waiting or self._calling or self._posted):
             await self._rested.park()
 
     def _fill(self, job: _Job) -> None:
+        self._reserved = False
         if self._ended:
             job.done(None)
             return
-        self._waiting = job
+        self._waiting.append(job)
         self._filled.unpark()
 
     async def run(self) -> None:
@@ -125,13 +127,12 @@ class KvWriter:
         job: _Job | None = None
         try:
             while True:
-                while self._waiting is None and not self._posted:
+                while not (self._waiting or self._posted):
                     await self._filled.park()
-                if self._waiting is None:
+                if not self._waiting:
                     await self._call(self._posted.popleft())
                     continue
-                job, self._waiting = self._waiting, None
-                self._let_go()
+                job = self._waiting.popleft()
                 stored, result = await self._call(job.store)
                 self.stored += stored
                 self.failed += not stored
@@ -140,15 +141,13 @@ class KvWriter:
                 del done, result  # which may hold a state
         finally:
             self._ended = True
-            for left in (job, self._waiting):
-                if left is not None:
-                    left.done(None)
-            self._waiting = None
+            for left in [*([] if job is None else [job]), *self._waiting]:
+                left.done(None)
+            self._waiting.clear()
             self._rested.unpark_all()
 
-    def _let_go(self) -> None:
-        """The place is free."""
-        self._taken = False
+    def _give_up(self) -> None:
+        self._reserved = False
         self._rested.unpark_all()
 
     async def _call(self, call: Callable[[], object]) -> tuple[bool, object]:

@@ -22,6 +22,7 @@ MAX_METADATA_BYTES: Final = 512 * 1024
 """More than all keys take, a grammar full of escapes among them; parsing stops the stage meanwhile."""
 MAX_TOP_LOGPROBS: Final = 20
 MAX_NAMESPACE_DIGITS: Final = 64
+MAX_CHECKPOINTS: Final = 1024
 DROP_WORDS: Final = ("all", "common")
 I32_MAX: Final = 2**31 - 1
 _NAMESPACE: Final = re.compile(f"[0-9a-f]{{1,{MAX_NAMESPACE_DIGITS}}}")
@@ -42,6 +43,8 @@ class GenerationSettings:
             that begin with these digits; "": nothing.
         grammar: of the last stage: what is generated fits this grammar, in llguidance's variant of Lark, of
             at most 131072 characters; it begins behind the prompt. "": none.
+        cache_checkpoints: of every stage that can restore no other prefix: keep the state of the request's
+            first so many tokens, when a chunk ends there; at most 1,024 lengths, ascending.
     """
 
     top_logprobs: int | None = None
@@ -49,6 +52,7 @@ class GenerationSettings:
     cache_audit: int = 0
     cache_drop: str = ""
     grammar: str = ""
+    cache_checkpoints: tuple[int, ...] = ()
 
     def check_annexed(self, stage_index: int, channels: Iterable[ReplyChannel]) -> None:
         """SettingsRefused where log-probabilities would have to pass a channel that has no room for them."""
@@ -91,6 +95,7 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         audit = fields.integer_or_absent("cache_audit", 1, I32_MAX)
         drop = fields.text_or_absent("cache_drop")
         grammar = fields.text_or_absent("grammar")
+        checkpoints = fields.integers_or_absent("cache_checkpoints", 1, I32_MAX)
         fields.end()
     except RemoteProtocolError as exc:
         raise SettingsRefused(str(exc)) from exc
@@ -99,7 +104,11 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         _check_digits("cache_drop", drop, f"{', '.join(DROP_WORDS)} or ")
     if grammar == "":
         raise SettingsRefused("chat sampling metadata: grammar is empty; leave it out")
-    return GenerationSettings(top, namespace or "", audit or 0, drop or "", grammar or "")
+    if len(checkpoints) > MAX_CHECKPOINTS or list(checkpoints) != sorted(set(checkpoints)):
+        raise SettingsRefused(
+            f"chat sampling metadata: cache_checkpoints must be at most {MAX_CHECKPOINTS} ascending lengths"
+        )
+    return GenerationSettings(top, namespace or "", audit or 0, drop or "", grammar or "", checkpoints)
 
 
 def grammar_start(message: Message) -> int:

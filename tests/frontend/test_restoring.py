@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import attrs
@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from skippy.config import KvCacheConfig
+from skippy.engine.toy import ToyEngine
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import GenerationRequest, Timings
 from skippy.protocol import MessageKind as K, SamplingConfig
@@ -61,7 +62,12 @@ class Chain:
 
 @contextlib.asynccontextmanager
 async def caching_chain(
-    stages: int = 3, lanes: int = 2, config: KvCacheConfig = ON, chunk: int = CHUNK, **options: Any
+    stages: int = 3,
+    lanes: int = 2,
+    config: KvCacheConfig = ON,
+    chunk: int = CHUNK,
+    make_engine: Callable[..., ToyEngine] = ToyEngine,
+    **options: Any,
 ) -> AsyncIterator[Chain]:
     """Leaving checks that no lane and no sequence is left with anyone."""
     transport, sink = LossyTransport(), MemorySink()
@@ -76,6 +82,7 @@ async def caching_chain(
                 telemetry=telemetry,
                 lane_count=lanes,
                 kv_cache=config,
+                make_engine=make_engine,
             ) as cluster,
         ):
             await nursery.start(telemetry.serve)

@@ -173,6 +173,10 @@ async def test_a_verify_window_has_scores_for_each_of_its_tokens(stages: int) ->
         ('{"cache_namespace": ""}', "cache_namespace is '', must be 1 to 64"),
         ('{"cache_namespace": "%s"}' % ("a" * 65), "must be 1 to 64 lower-case hexadecimal digits"),
         ('{"cache_audit": 0}', "field 'cache_audit' must be 1 to 2147483647"),
+        ('{"cache_checkpoints": [3, 3]}', "cache_checkpoints must be at most 1024 ascending lengths"),
+        ('{"cache_checkpoints": [0]}', "must be a list of integers from 1 to 2147483647"),
+        ('{"cache_checkpoints": [true]}', "must be a list of integers from 1 to 2147483647"),
+        ('{"cache_checkpoints": %s}' % [*range(1, 1026)], "at most 1024 ascending lengths"),
         ('{"cache_drop": "everything"}', "cache_drop is 'everything', must be all, common or 1 to 64 lower-"),
         ('{"cache_namespace": 7}', "field 'cache_namespace' must be a string, not an integer"),
         ('{"gbnf": "root ::= x"}', "chat sampling metadata: unknown field 'gbnf'"),
@@ -196,7 +200,7 @@ def test_metadata_that_asks_for_nothing() -> None:
     assert GenerationSettings(0).to_metadata() == '{"top_logprobs":0}'
     assert parse_metadata(GenerationSettings(20).to_metadata()) == GenerationSettings(20)
     for drop in ("all", "common", "0a", ""):
-        settings = GenerationSettings(None, "ab" * 32, 77, drop)
+        settings = GenerationSettings(None, "ab" * 32, 77, drop, cache_checkpoints=(1, 5, 2**31 - 1))
         assert parse_metadata(settings.to_metadata()) == settings
 
 

@@ -66,25 +66,22 @@ async def test_a_prompt_again_and_the_next_turn(stages: int, payload: str) -> No
             await wait_for_sequences(cluster)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 0])
-async def test_checkpoints_lie_on_the_grid(limit: int) -> None:
-    """With chunks that end there: the last multiples of 10 before the end, or all of them."""
-    kv = {"min_tokens": 5, "shared_prefix_stride_tokens": 5, "shared_prefix_record_limit": limit}
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_states_are_kept_where_the_settings_say_and_a_chunk_ends(stages: int) -> None:
     with trio.fail_after(20):
         async with (
-            cached_cluster(1, kv=kv, make_engine=WholeToy, inline=True) as cluster,
+            cached_cluster(stages, make_engine=WholeToy, inline=True) as cluster,
             driver_of(cluster) as driver,
         ):
-            await complete(driver, PROMPT, 3, chunk=5)
+            await complete(driver, PROMPT, 3, chunk=5, checkpoints=(2, 10, 23, 40))
             await exported(cluster, LAST)
-            states = {entry.length for entry in cache_of(cluster, 0).index.entries() if entry.state}
-            grid = {length for length in range(5, LAST, 5) if limit == 0 or LAST - length < 5 * (limit - 1)}
-            assert states <= {LAST, *grid}
-            assert LAST in states
-            if limit == 2:
-                branch = [*PROMPT[:40], *b"elsewhere"]
-                answer = await complete(driver, branch, 3)
-                assert (answer.restored, answer.tokens) == (40, unsplit_tokens(branch, 3))
+            for index in range(stages):
+                entries = cache_of(cluster, index).index.entries()
+                assert {entry.length for entry in entries if entry.state} == {10, 40, LAST}
+            branch = [*PROMPT[:40], *b"elsewhere"]
+            answer = await complete(driver, branch, 3)
+            assert (answer.restored, answer.tokens) == (40, unsplit_tokens(branch, 3))
+            await wait_for_sequences(cluster)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

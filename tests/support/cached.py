@@ -66,9 +66,15 @@ class Answer:
     tokens: list[int]
 
 
-async def configure(driver: Driver, namespace: str = "", sampling: SamplingConfig | None = None) -> None:
+async def configure(
+    driver: Driver,
+    namespace: str = "",
+    sampling: SamplingConfig | None = None,
+    checkpoints: tuple[int, ...] = (),
+) -> None:
     """Send a request's settings."""
-    metadata = GenerationSettings(cache_namespace=namespace).to_metadata()
+    settings = GenerationSettings(cache_namespace=namespace, cache_checkpoints=checkpoints)
+    metadata = settings.to_metadata()
     await driver.ask(K.CONFIGURE_GENERATION, sampling=sampling, chat_sampling_metadata=metadata)
 
 
@@ -81,12 +87,13 @@ async def complete(
     sampling: SamplingConfig | None = None,
     chunk: int = 7,
     restore: bool = True,
+    checkpoints: tuple[int, ...] = (),
 ) -> Answer:
     """One whole request on a lane: settings, what can be restored, the rest of the prompt, tokens, Stop."""
     last, start = len(prompt) - 1, 0
     driver.prompt_tokens = len(prompt)
     driver.request_id += 2
-    await configure(driver, namespace, sampling)
+    await configure(driver, namespace, sampling, checkpoints)
     if restore:
         reply = await driver.ask(K.TRY_RESTORE_PREFILL, 0, prompt[:-1], current_token=prompt[-2])
         start = reply.predicted if is_hit(reply.stats) else 0
