@@ -58,6 +58,7 @@ class DemoOptions:
     peer_timeout_secs: float = 10.0
     replay_on_stage_loss: bool = True
     replay_timeout_secs: float = 60.0
+    allow_chat_templates: bool = False
     kv_cache: KvCacheConfig | None = None
     access: AccessOptions = attrs.field(factory=AccessOptions)
     telemetry_level: str = "off"
@@ -163,6 +164,7 @@ def _describe(
             bind_addr=str(endpoint_of(openai_listener)),
             replay_on_stage_loss=options.replay_on_stage_loss,
             replay_timeout_secs=options.replay_timeout_secs,
+            allow_chat_templates=options.allow_chat_templates,
             **attrs.asdict(options.access),
         ),
         grace_secs=options.grace_secs,

@@ -242,6 +242,14 @@ replay_options = combine(
 )
 
 
+template_option = click.option(
+    "--allow-chat-templates",
+    "allow_chat_templates",
+    is_flag=True,
+    help="A request may bring a chat template of its own.",
+)
+
+
 def _openai(prefix: str, name: str, kind: Any, metavar: str, text: str) -> Callable[[F], F]:
     key = name.replace("-", "_")
     if kind is bool:
@@ -274,6 +282,7 @@ def openai_options(prefix: str) -> Callable[[F], F]:
         ),
         *(_openai(prefix, *option) for option in (*ADMISSION_OPTIONS, *PREFILL_OPTIONS)),
         replay_options,
+        template_option,
         off(f"--{prefix}speculative-config", speculation),
     )
 

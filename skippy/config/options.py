@@ -232,6 +232,11 @@ class OpenAIOptions(AccessOptions):
         "long as the client waits.",
         default=60.0,
     )
+    allow_chat_templates: bool = key(
+        "A request may bring a chat template of its own (`chat_template`). It runs in the sandbox of the "
+        "model's own, but decides what are special tokens.",
+        default=False,
+    )
     prefill_chunk_policy: ChunkPolicyName = key(
         "How a prompt is cut: `fixed`: into chunks of prefill_chunk_size; `schedule`: of "
         "prefill_chunk_schedule, whose last size repeats; `adaptive-ramp` (or `adaptive`): from "

@@ -162,7 +162,7 @@ def _add_status_routes(app: QuartTrio, service: CompletionService, policy: Acces
     @app.get("/v1/models/<path:model_id>")
     async def one_model(model_id: str) -> Response:
         check_model(model_id, service.model_id)
-        return _json(model)
+        return _json({**model, "chat_template": await service.describe_template()})
 
 
 def _add_completion_routes(app: QuartTrio, service: CompletionService, options: FrontendOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 import attrs
 
@@ -13,9 +13,13 @@ from skippy.protocol import PositionLogProbabilities, SamplingConfig
 
 from .generation import FinishReason, Timings
 from .text import Detokeniser, StopMatcher
+from .tools import AnswerReading, Content, Delta, OutputParser
 
 MAX_CHOICES: Final = 128
 """Choices of one request at most, those of all its prompts together. OpenAI's limit of ``n``."""
+
+
+AnswerEnd = FinishReason | Literal["tool_calls"]
 
 
 @attrs.frozen(slots=True)
@@ -36,17 +40,25 @@ class Piece:
         scores: where they were asked for, those of the tokens whose text ends in this one.
         finish_reason: it says no more after this piece, and why; None: it goes on.
         stop: the stop string that has ended it, of such a last piece.
+        deltas: what it says if that is not only content; then ``text`` is empty.
     """
 
     choice: int
     text: str
     scores: tuple[ScoredToken, ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: AnswerEnd | None = None
     stop: str | None = None
+    deltas: tuple[Delta, ...] = ()
 
     @property
     def is_only_text(self) -> bool:
-        return not self.scores and self.finish_reason is None
+        return not self.scores and self.finish_reason is None and not self.deltas
+
+    @property
+    def content(self) -> str:
+        """What it says to the reader, without what it says besides."""
+        said = [delta.text for delta in self.deltas if isinstance(delta, Content)]
+        return self.text + "".join(said)
 
     @property
     def is_empty(self) -> bool:
@@ -55,15 +67,17 @@ class Piece:
 
 @attrs.define(slots=True)
 class ChoiceResult:
-    """A choice as a whole; see :class:`Piece`."""
+    """A choice as a whole; see :class:`Piece`. ``text`` is all its content, ``deltas`` are all the others."""
 
     text: str = ""
     scores: list[ScoredToken] = attrs.field(factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: AnswerEnd | None = None
     stop: str | None = None
+    deltas: list[Delta] = attrs.field(factory=list)
 
     def add(self, piece: Piece) -> None:
-        self.text += piece.text
+        self.text += piece.content
+        self.deltas += [delta for delta in piece.deltas if not isinstance(delta, Content)]
         self.scores += piece.scores
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.stop = piece.stop or self.stop
@@ -122,6 +136,7 @@ class Choice:
     Args:
         index: among the choices of the answer.
         scored: each token comes with log-probabilities.
+        reading: how the text is to be read; None: it is content.
 
     Attributes:
         generated: tokens so far, also those whose text a stop string swallows.
@@ -130,31 +145,56 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, vocabulary: Vocabulary, stops: Sequence[str], *, scored: bool = False
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        stops: Sequence[str],
+        *,
+        scored: bool = False,
+        reading: AnswerReading | None = None,
     ) -> None:
         self.index = index
         self.generated = 0
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: AnswerEnd | None = None
         self.timings = Timings()
         self._vocabulary = vocabulary
         self._detokeniser = Detokeniser()
         self._matcher = StopMatcher(stops)
         self._scores = _ScoreQueue() if scored else None
+        self._parser = None if reading is None else reading.parser()
+        self._shown = frozenset[int]() if reading is None else reading.shown
 
     @property
     def stopped(self) -> bool:
-        """A stop string has come: nothing more is said."""
-        return self._matcher.stopped
+        """A stop string has come, or the one call that was wanted: nothing more is said."""
+        return self._matcher.stopped or (self._parser is not None and self._parser.done)
 
     @property
     def is_plain(self) -> bool:
         """Whether text goes out as it comes in, and nothing else: :meth:`take` may be used."""
-        return self._scores is None and not self._matcher.seeks
+        return self._scores is None and not self._matcher.seeks and self._active_parser is None
+
+    @property
+    def _active_parser(self) -> OutputParser | None:
+        parser = self._parser
+        return None if parser is None or parser.transparent else parser
 
     def take(self, token: int) -> str:
         """:meth:`feed` where :attr:`is_plain`."""
         self.generated += 1
-        return self._detokeniser.feed(self._vocabulary.piece(token))
+        shown = token in self._shown and self._active_parser is not None
+        return self._detokeniser.feed(self._vocabulary.piece(token, special=shown))
+
+    def _read(self, text: str, *, ends: bool = False) -> tuple[str, tuple[Delta, ...]]:
+        """What ``text`` says: content, or anything."""
+        parser = self._active_parser
+        if parser is None:
+            return text, ()
+        deltas = parser.feed(text)
+        if ends:
+            deltas += parser.finish()
+        content = [delta.text for delta in deltas if isinstance(delta, Content)]
+        return ("".join(content), ()) if len(content) == len(deltas) else ("", tuple(deltas))
 
     def feed(self, token: int, position: PositionLogProbabilities | None) -> Piece | None:
         """What the next token lets out; None: nothing. ``position``: its log-probabilities, where scored."""
@@ -164,26 +204,29 @@ class Choice:
         if self._scores is not None:
             assert position is not None
             self._scores.put(position, decoded, complete=not self._detokeniser.pending)
-            if not self.stopped:
+            if not self._matcher.stopped:
                 scores = self._scores.take(text)
             else:
                 scores = self._scores.take_rest(text, stopped=True)
                 self._scores = None
-        return Piece(self.index, text, scores) if text or scores else None
+        said, deltas = self._read(text)
+        return Piece(self.index, said, scores, deltas=deltas) if said or scores or deltas else None
 
     def finish(self, reason: FinishReason | None) -> Piece:
         """The last piece.
 
         Args:
-            reason: why there are no more tokens; not looked at if a stop string has come.
+            reason: why there are no more tokens; not looked at if :attr:`stopped`.
         """
         text = ""
-        if not self.stopped:
+        if not self._matcher.stopped:
             text = self._matcher.feed(self._detokeniser.finish()) + self._matcher.finish()
         scores: tuple[ScoredToken, ...] = ()
         if self._scores is not None:
-            scores = self._scores.take_rest(text, stopped=self.stopped)
-        self.finish_reason = "stop" if self.stopped else reason
-        if self.finish_reason is None:
+            scores = self._scores.take_rest(text, stopped=self._matcher.stopped)
+        said, deltas = self._read(text, ends=True)
+        reason = "stop" if self.stopped else reason
+        if reason is None:
             raise RuntimeError("the token stream ended without a finish reason")
-        return Piece(self.index, text, scores, self.finish_reason, self._matcher.found)
+        self.finish_reason = reason if self._parser is None else self._parser.finish_reason(reason)
+        return Piece(self.index, said, scores, self.finish_reason, self._matcher.found, deltas)

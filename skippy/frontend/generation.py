@@ -19,6 +19,7 @@ from skippy.protocol import PositionLogProbabilities, SamplingConfig
 from skippy.stage import Tokenizer
 
 from .status import ChainStatus
+from .tools import AnswerReading
 
 FinishReason = Literal["stop", "length"]
 
@@ -125,6 +126,7 @@ class GenerationRequest:
             InvalidGrammar is raised for one that does not compile.
         namespace: whose cached prompts it may use (:func:`skippy.frontend.namespaces.cache_namespace`).
         request_id: the client's, for people who look at the lanes.
+        reading: how what is generated is to be read; None: it is text. Of no concern to the chain.
     """
 
     prompt: Sequence[int]
@@ -134,6 +136,7 @@ class GenerationRequest:
     namespace: str = ""
     request_id: str = ""
     constraint: Constraint | None = None
+    reading: AnswerReading | None = None
 
 
 @attrs.define(slots=True)

@@ -37,6 +37,8 @@ class FrontendOptions:
         event_buffer: events that may wait between a generation and its response writer.
         template_cpu_secs: processor time of one template rendering, which may take five times that in all.
         template_memory_bytes: address space of the template worker process.
+        allows_chat_templates: a request may bring a chat template of its own, whose texts of special tokens
+            count as such.
         max_stored_responses: responses of ``/v1/responses`` that are kept in memory; 0: none.
         max_stored_response_bytes: of all of them together.
         keeps_prompts_on_disk: cached prompts outlive the process, so that clients may ask for that.
@@ -55,6 +57,7 @@ class FrontendOptions:
     template_cpu_secs: float = attrs.field(default=2.0, validator=_above_zero)
     template_memory_bytes: int = attrs.field(default=512 * MIB, validator=_at_least_one)
     max_prompt_bytes: int = attrs.field(default=4 * MIB, validator=_at_least_one)
+    allows_chat_templates: bool = False
     max_stored_responses: int = attrs.field(default=1024, validator=attrs.validators.ge(0))
     max_stored_response_bytes: int = attrs.field(default=64 * MIB, validator=attrs.validators.ge(0))
     keeps_prompts_on_disk: bool = False

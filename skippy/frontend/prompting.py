@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -13,12 +11,25 @@ import trio
 from skippy.engine import Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
+from .chat_settings import ChatSettings
+from .conversation import (
+    guarded_message,
+    needs_features,
+    plain_message,
+    template_messages,
+    template_tools,
+)
 from .errors import ApiError
+from .guarding import Guard, PromptSegment, SpecialTexts
 from .prompts import Prompt
 from .schemas import ChatMessage
+from .template_features import TemplateFeatures, TemplateText, probe
 from .templates import TemplateRenderer
+from .tools import THINK, AnswerReading, ToolFormat, marks
 
 T = TypeVar("T")
+
+NO_SETTINGS: Final = ChatSettings()
 
 # For models that bring no template: ChatML, which is also what llama.cpp falls back to.
 CHATML_TEMPLATE: Final = (
@@ -29,12 +40,20 @@ CHATML_TEMPLATE: Final = (
 )
 
 
-@attrs.frozen(slots=True)
-class PromptSegment:
-    """A part of a rendered prompt; texts of special tokens count as such only in a ``trusted`` one."""
+MAX_TEMPLATES: Final = 8
+"""Templates of which it is remembered what they can do."""
 
-    text: str
-    trusted: bool
+
+@attrs.frozen(slots=True)
+class ChatPrompt:
+    """A conversation ready for the assistant's next words.
+
+    Attributes:
+        reading: how those are to be read; None: they are text.
+    """
+
+    tokens: list[int]
+    reading: AnswerReading | None = None
 
 
 class PromptBuilder:
@@ -54,50 +73,136 @@ class PromptBuilder:
         self._template = vocabulary.chat_template or CHATML_TEMPLATE
         self._bos_text = _token_text(vocabulary, vocabulary.bos)
         self._eos_text = _token_text(vocabulary, vocabulary.eos)
-        texts = sorted({text for text in vocabulary.special_tokens if text}, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._special = SpecialTexts(vocabulary.special_tokens)
+        self._text = TemplateText.of(self._template)
+        self._features: dict[str, TemplateFeatures] = {}
+        self._probing = trio.Lock()
 
-    async def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    async def chat(self, messages: Sequence[ChatMessage], settings: ChatSettings = NO_SETTINGS) -> ChatPrompt:
         """Prompt tokens of a conversation, ready for the assistant's next words.
 
         Raises:
-            ApiError: 400, the template refused the messages or was stopped.
+            ApiError: 400, the template refused the messages or was stopped, or has no way to do what the
+                settings ask for.
         """
-        segments = await self.render(messages)
-        return await self._tokenise(self._encode_segments, segments)
+        segments = await self.render(messages, settings)
+        text = self._template_text(settings)
+        tags = text.reasoning
+        if settings.reasoning_format == "none":
+            tags = None
+        elif settings.reasoning_format == "deepseek":
+            tags = tags or THINK
+        use = settings.tool_use
+        tool_format = await self._tool_format(text, settings) if use.tools else None
+        tokens = await self._tokenise(self._encode_segments, segments)
+        if tags is None and tool_format is None:
+            return ChatPrompt(tokens)
+        ending = segments[-1].text.rstrip() if segments and segments[-1].trusted else ""
+        reading = AnswerReading(
+            tools=tool_format,
+            names=use.allowed,
+            parallel=use.parallel,
+            reasoning=tags,
+            thinks=tags is not None and ending.endswith(tags.begin),
+            shown=self._shown(marks(tool_format, tags)),
+        )
+        return ChatPrompt(tokens, reading)
 
-    async def render(self, messages: Sequence[ChatMessage]) -> list[PromptSegment]:
-        """The rendered conversation, in order.
+    async def render(
+        self, messages: Sequence[ChatMessage], settings: ChatSettings = NO_SETTINGS
+    ) -> list[PromptSegment]:
+        """The rendered conversation, in order. Raises as :meth:`chat` does.
 
-        Texts that contain a special token's text are replaced by placeholders that nobody can guess before
-        the template runs, and put back afterwards as untrusted segments.
+        Texts that contain a special token's text, or might become part of one, are replaced by placeholders
+        that nobody can guess before the template runs, and put back afterwards as untrusted segments.
         """
-        originals: dict[str, str] = {}
+        guard = Guard(self._special)
+        use = settings.tool_use
+        context = self._context(guard.value(self._variables(settings)))
+        if needs_features(messages, use):
+            features = await self.features(settings)
+            shown = template_messages(messages, use, features)
+            if use.tools and features.tools:
+                context["tools"] = template_tools(use.tools, guard)
+        else:
+            shown = [plain_message(message) for message in messages]
+        context["messages"] = [guarded_message(message, guard) for message in shown]
+        with self._telemetry.span(names.STAGE_OPENAI_CHAT_TEMPLATE, messages=len(messages)) as span:
+            rendered = await self._renderer.render(settings.template or self._template, context)
+            span["rendered_chars"] = len(rendered)
+        return guard.segments(rendered)
 
-        def guarded(text: str) -> str:
-            if self._special is None or self._special.search(text) is None:
-                return text
-            # White space stays outside, where the template can trim it.
-            core = text.strip()
-            if self._special.search(core) is None:
-                core = text
-            before, after = text.split(core, 1)
-            placeholder = f"x{secrets.token_hex(16)}x"
-            originals[placeholder] = core
-            return before + placeholder + after
+    async def features(self, settings: ChatSettings = NO_SETTINGS) -> TemplateFeatures:
+        """What the template can do; tried out when it is first asked for.
 
-        context: dict[str, Any] = {
-            "messages": [_template_message(message, guarded) for message in messages],
+        Raises:
+            ApiError: it could not be tried out now.
+        """
+        template = settings.template or self._template
+        async with self._probing:
+            found = self._features.pop(template, None)
+            if found is None:
+                found = await probe(
+                    lambda context: self._renderer.render(template, {**self._context({}), **context})
+                )
+            self._features[template] = found
+            if len(self._features) > MAX_TEMPLATES:
+                del self._features[next(iter(self._features))]
+        return found
+
+    async def describe(self) -> dict[str, Any]:
+        """What the model's own template can do, for clients: JSON values. Raises as :meth:`features` does."""
+        features = await self.features()
+        tags = self._text.reasoning
+        return {
+            "tool_format": (await self._tool_format(self._text, NO_SETTINGS)).value,
+            **attrs.asdict(features),
+            "reasoning": None if tags is None else {"begin": tags.begin, "end": tags.end},
+            "variables": sorted(self._text.variables - {"tools"}),
+        }
+
+    async def _tool_format(self, text: TemplateText, settings: ChatSettings) -> ToolFormat:
+        """How calls are written: as the template's model does, or as it is told where the template is not."""
+        return text.format if (await self.features(settings)).tools else ToolFormat.GENERIC
+
+    def _template_text(self, settings: ChatSettings) -> TemplateText:
+        return self._text if settings.template is None else TemplateText.of(settings.template)
+
+    def _variables(self, settings: ChatSettings) -> dict[str, Any]:
+        """Variables that the request sets for the template."""
+        variables = dict(settings.variables)
+        effort, text = settings.reasoning_effort, self._template_text(settings)
+        if effort is None:
+            return variables
+        if "reasoning_effort" in text.variables:
+            variables["reasoning_effort"] = effort
+        elif effort == "none" and "enable_thinking" in text.variables:
+            variables["enable_thinking"] = False
+        elif effort != "none" or text.reasoning is not None:
+            message = f"reasoning_effort is {effort!r}, but this model's chat template has no way to say so"
+            raise ApiError(message, param="reasoning_effort", code="unsupported_model_feature")
+        return variables
+
+    def _context(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **variables,
             "add_generation_prompt": True,
             "bos_token": self._bos_text,
             "eos_token": self._eos_text,
             "tools": None,
             "documents": None,
         }
-        with self._telemetry.span(names.STAGE_OPENAI_CHAT_TEMPLATE, messages=len(messages)) as span:
-            rendered = await self._renderer.render(self._template, context)
-            span["rendered_chars"] = len(rendered)
-        return _split(rendered, originals)
+
+    def _shown(self, texts: Sequence[str]) -> frozenset[int]:
+        """Control tokens that stand for one of ``texts``, and so for nothing in plain detokenised text."""
+        found = set()
+        for text in texts:
+            tokens = self._vocabulary.tokenize(text, add_special=False, parse_special=True)
+            for token in tokens:
+                whole = self._vocabulary.piece(token, special=True)
+                if whole == text.encode() and not self._vocabulary.piece(token):
+                    found.add(token)
+        return frozenset(found)
 
     async def tokens(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """Prompt tokens of raw text, or of token ids as they are.
@@ -141,26 +246,6 @@ class PromptBuilder:
         if vocabulary.adds_bos and vocabulary.bos is not None and tokens[:1] != [vocabulary.bos]:
             tokens.insert(0, vocabulary.bos)
         return tokens
-
-
-def _template_message(message: ChatMessage, guarded: Callable[[str], str]) -> dict[str, str]:
-    result = {"role": message.role, "content": guarded(message.content)}
-    if message.name is not None:
-        result["name"] = guarded(message.name)
-    return result
-
-
-def _split(rendered: str, originals: dict[str, str]) -> list[PromptSegment]:
-    if not originals:
-        return [PromptSegment(rendered, True)] if rendered else []
-    segments = []
-    # One capture group: pieces alternate between template text and placeholders.
-    for index, piece in enumerate(re.split(f"({'|'.join(originals)})", rendered)):
-        if index % 2:
-            segments.append(PromptSegment(originals[piece], False))
-        elif piece:
-            segments.append(PromptSegment(piece, True))
-    return segments
 
 
 def _token_text(vocabulary: Vocabulary, token: int | None) -> str:

@@ -12,6 +12,7 @@ from .choices import ChoiceResult, Piece, ScoredToken
 from .errors import ApiError
 from .generation import Timings
 from .running import Usage
+from .tools import CallArguments, CallBegin, Content, Delta, Reasoning, collect
 
 Scorer = Callable[[Sequence[ScoredToken]], dict[str, Any]]
 
@@ -123,7 +124,7 @@ class _Shape:
         """A choice in a chunk; ``text``: None where the chunk has none to tell of."""
         raise NotImplementedError
 
-    def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: ChoiceResult, **more: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def opening(self, usage: Usage) -> bytes:
@@ -139,12 +140,7 @@ class _Shape:
 
     def piece(self, piece: Piece) -> bytes:
         index, reason = piece.choice, piece.finish_reason
-        events = b""
-        if piece.scores:
-            choice = self._choice(index, piece.text, logprobs=self._score(piece.scores))
-            events = event(self._chunk([choice]))
-        elif piece.text:
-            events = self.delta(index, piece.text)
+        events = self._said(piece)
         if reason is not None:
             self._running -= 1
             finish = self._chunk([self._choice(index, None, finish_reason=reason)])
@@ -152,6 +148,13 @@ class _Shape:
                 return events + event(finish)
             self._closing = [finish]
         return events
+
+    def _said(self, piece: Piece) -> bytes:
+        """The events of what a piece says."""
+        if piece.scores:
+            choice = self._choice(piece.choice, piece.text, logprobs=self._score(piece.scores))
+            return event(self._chunk([choice]))
+        return self.delta(piece.choice, piece.text) if piece.text else b""
 
     def closing(self, usage: Usage, timings: Timings) -> bytes:
         chunks = [*self._closing, {**self._chunk([]), "usage": usage_object(usage)}]
@@ -170,7 +173,7 @@ class _Shape:
             "choices": [
                 self._whole_choice(
                     index,
-                    choice.text,
+                    choice,
                     logprobs=self._score(choice.scores),
                     finish_reason=choice.finish_reason,
                 )
@@ -200,13 +203,58 @@ class ChatShape(_Shape):
         delta = {} if text is None else {"content": text}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
-    def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
-        return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}, **more}
+    def _whole_choice(self, index: int, choice: ChoiceResult, **more: Any) -> dict[str, Any]:
+        answer = collect(choice.deltas)
+        content = None if answer.calls and not choice.text else choice.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in answer.calls
+            ]
+        return {"index": index, "message": message, **more}
+
+    def _said(self, piece: Piece) -> bytes:
+        if not piece.deltas:
+            return super()._said(piece)
+        score = self._score(piece.scores) if piece.scores else None
+        said = [words for delta in piece.deltas if (words := _delta_words(delta)) is not None]
+        if score is not None and not said:
+            said = [{"content": ""}]
+        events = []
+        for words in said:
+            choice = self._choice(piece.choice, None, delta=words, logprobs=score)
+            events.append(event(self._chunk([choice])))
+            score = None
+        return b"".join(events)
 
     def opening(self, usage: Usage) -> bytes:
         first = {"role": "assistant", "content": ""}
         chunks = (self._chunk([self._choice(index, None, delta=first)]) for index in range(self._n))
         return b"".join(map(event, chunks))
+
+
+def _delta_words(delta: Delta) -> dict[str, Any] | None:
+    """The ``delta`` member of a chat chunk; None: chunks have no word for it."""
+    match delta:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": call_id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case _:
+            return None
 
 
 class CompletionShape(_Shape):
@@ -225,9 +273,9 @@ class CompletionShape(_Shape):
     def _choice(self, index: int, text: str | None, **more: Any) -> dict[str, Any]:
         return {"index": index, "text": text or "", "logprobs": None, "finish_reason": None, **more}
 
-    def _whole_choice(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: ChoiceResult, **more: Any) -> dict[str, Any]:
         echo = self.echoes[index] if self.echoes else ""
-        return self._choice(index, echo + text, **more)
+        return self._choice(index, echo + choice.text, **more)
 
     def opening(self, usage: Usage) -> bytes:
         return b"".join(self.delta(index, echo) for index, echo in enumerate(self.echoes) if echo)

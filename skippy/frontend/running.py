@@ -13,9 +13,9 @@ import trio
 
 from skippy.stage.nurseries import leaves
 
-from .choices import Choice, ChoiceResult, Piece, choice_sampling
+from .choices import AnswerEnd, Choice, ChoiceResult, Piece, choice_sampling
 from .errors import ApiError, from_generation_error, internal_error
-from .generation import FinishReason, GenerationError, GenerationRequest, Generator, Timings
+from .generation import GenerationError, GenerationRequest, Generator, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class GenerationTask:
         return attrs.evolve(first, cached_tokens=self.usage.cached_tokens, answer_ms=answer_ms)
 
     @property
-    def finish_reason(self) -> FinishReason | None:
+    def finish_reason(self) -> AnswerEnd | None:
         """That of the first choice."""
         return self.choices[0].finish_reason if self.choices else None
 
@@ -223,7 +223,7 @@ class GenerationTask:
 
     def _choice(self, index: int, request: GenerationRequest) -> Choice:
         scored = request.top_logprobs is not None
-        return Choice(index, self._generator.vocabulary, self._stops, scored=scored)
+        return Choice(index, self._generator.vocabulary, self._stops, scored=scored, reading=request.reading)
 
     async def _take_turns(self, turns: Iterator[tuple[Choice, GenerationRequest]]) -> None:
         """Run choices, one after the other, until none is left."""

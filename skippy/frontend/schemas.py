@@ -13,6 +13,7 @@ import attrs
 
 from skippy.protocol import SamplingConfig
 
+from .chat_settings import ChatSettings, parse_chat_settings
 from .choices import MAX_CHOICES
 from .constraints import parse_constraint
 from .errors import ApiError
@@ -22,27 +23,41 @@ from .logprobs import parse_chat_logprobs, parse_completion_logprobs
 from .prompts import parse_prompts
 from .sampling import U32_MAX, parse_sampling
 from .strict_json import parse_object
+from .tool_fields import call_id, parse_calls
+from .tools import ToolCall
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
 
-Role = Literal["system", "user", "assistant"]
+MAX_MESSAGES: Final = 4096
+
+Role = Literal["system", "user", "assistant", "tool"]
 
 _ROLES: Final[dict[str, Role]] = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
+    "tool": "tool",
 }
 
 
 @attrs.frozen(slots=True)
 class ChatMessage:
-    """One message: text only. ``developer`` has become ``system``; text parts are joined by newlines."""
+    """One message: text only. ``developer`` has become ``system``; text parts are joined by newlines.
+
+    Attributes:
+        tool_calls: of an assistant.
+        tool_call_id: of a tool's message: the call that it answers.
+        reasoning: what the assistant thought before it said ``content``.
+    """
 
     role: Role
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -80,6 +95,7 @@ class CommonRequest:
 @attrs.frozen(slots=True, kw_only=True)
 class ChatRequest(CommonRequest):
     messages: tuple[ChatMessage, ...]
+    settings: ChatSettings = attrs.field(factory=ChatSettings)
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -104,13 +120,16 @@ def read_chat(data: dict[str, Any]) -> ChatRequest:
     fields = Fields(data)
     common = _common(fields, ("max_completion_tokens", "max_tokens"))
     common["top_logprobs"] = parse_chat_logprobs(fields)
+    settings = parse_chat_settings(fields)
     _refuse_chat_features(fields)
     messages = fields.array("messages")
     if not messages:
         raise fields.error("messages", "is missing or empty; at least one message is needed")
+    if len(messages) > MAX_MESSAGES:
+        raise fields.error("messages", f"has {len(messages)} entries; at most {MAX_MESSAGES} are allowed")
     parsed = tuple(_message(Fields.of(value, f"messages[{i}]")) for i, value in enumerate(messages))
     fields.refuse_unknown()
-    return ChatRequest(messages=parsed, **common)
+    return ChatRequest(messages=parsed, settings=settings, **common)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -201,18 +220,11 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 def _refuse_chat_features(fields: Fields) -> None:
     """Accept what cannot change the answer, refuse the rest by name."""
-    fields.accept_only("tools", ([],), "tool calls are not parsed")
-    fields.accept_only("functions", ([],), "tool calls are not parsed")
-    # Without tools "auto" means "none".
-    fields.accept_only("tool_choice", ("none", "auto"), "tool calls are not parsed")
-    fields.accept_only("function_call", ("none", "auto"), "tool calls are not parsed")
-    fields.boolean("parallel_tool_calls")
     fields.accept_only("modalities", (["text"],), "only text is produced")
     fields.accept_only("audio", (), "only text is produced")
     fields.accept_only("prediction", (), "predicted outputs are not used")
     fields.accept_only("moderation", (), "no moderation is done")
     fields.accept_only("web_search_options", (), "there is no web search")
-    fields.accept_only("reasoning_effort", ("none",), "reasoning is not controlled")
     fields.accept_only("verbosity", ("medium",), "verbosity is not controlled")
     fields.accept_only("store", (False,), "completions are not stored")
     fields.accept_only("service_tier", ("auto", "default"), "there is one service tier")
@@ -229,19 +241,25 @@ def _message(fields: Fields) -> ChatMessage:
     role = _ROLES.get(role_name or "")
     if role is None:
         known = ", ".join(_ROLES)
-        if role_name in ("tool", "function"):
-            text = f"is {role_name!r}, which is not supported: tool calls are not parsed; use one of {known}"
+        if role_name == "function":
+            text = "is 'function', which is not supported: it was replaced by 'tool'"
             raise fields.error("role", text, code="unsupported_model_feature")
         shown = "missing" if role_name is None else repr(role_name[:40])
         raise fields.error("role", f"is {shown}; it must be one of {known}")
     name = fields.text("name")
     content = _content(fields, role)
-    for feature in ("audio", "refusal", "function_call"):
+    for feature in ("audio", "refusal"):
         fields.accept_only(feature, (), "messages carry text only")
-    fields.accept_only("tool_calls", ([],), "tool calls are not parsed")
+    fields.accept_only("function_call", (), "it was replaced by tool_calls")
     fields.accept_only("annotations", ([],), "messages carry text only")
+    calls: tuple[ToolCall, ...] = ()
+    reasoning = answers = None
+    if role == "assistant":
+        calls, reasoning = parse_calls(fields), fields.text("reasoning_content")
+    elif role == "tool":
+        answers = call_id(fields, "tool_call_id")
     fields.refuse_unknown()
-    return ChatMessage(role, content, name)
+    return ChatMessage(role, content, name, calls, answers, reasoning)
 
 
 def _content(fields: Fields, role: Role) -> str:

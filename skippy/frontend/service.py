@@ -104,11 +104,22 @@ class CompletionService:
         shape = ChatShape(self.model_id, include_usage=usage, scorer=scorer, n=request.n)
         return await self.answer(request, lambda: self.chat_prompt(request, caller), shape, caller)
 
+    async def describe_template(self) -> dict[str, Any]:
+        """What the model's chat template can do, for clients. Raises ApiError: it cannot be tried out now."""
+        return await self._prompts.describe()
+
     async def chat_prompt(self, request: ChatRequest, caller: Caller) -> list[GenerationRequest]:
-        """What is to be generated for a conversation."""
+        """What is to be generated for a conversation. Raises ApiError."""
+        if request.settings.template is not None and not self._options.allows_chat_templates:
+            text = "chat_template is not allowed here; the server's operator can, with --allow-chat-templates"
+            raise ApiError(text, param="chat_template", code="unsupported_model_feature")
+        if request.settings.tool_use.required:
+            text = "tool_choice can be 'auto' or 'none' here: calls cannot be enforced"
+            raise ApiError(text, param="tool_choice", code="unsupported_model_feature")
         with self._preparing(caller):
-            prompt = await self._prompts.chat(request.messages)
-        return [self._generation_request(request, prompt, "messages", caller)]
+            prompt = await self._prompts.chat(request.messages, request.settings)
+        generation = self._generation_request(request, prompt.tokens, "messages", caller)
+        return [attrs.evolve(generation, reading=prompt.reading)]
 
     async def completion(self, body: bytes, caller: Caller) -> Response:
         """Answer ``POST /v1/completions``. Raises as :meth:`chat` does."""

@@ -58,7 +58,7 @@ class MessageShape:
             self._stop_sequence = piece.stop
             reasons = {"length": "max_tokens", "stop": "stop_sequence" if piece.stop else "end_turn"}
             self._stop_reason = reasons[piece.finish_reason]
-        return self.delta(piece.choice, piece.text) if piece.text else b""
+        return self.delta(piece.choice, piece.content) if piece.content else b""
 
     def closing(self, usage: Usage, timings: Timings) -> bytes:
         events = b"" if self._content or self._block else self._open_text()

@@ -13,7 +13,7 @@ import attrs
 from ..fields import Fields, describe
 from ..schemas import ChatRequest, read_chat
 from ..strict_json import parse_object
-from ..translation import SAMPLING_FIELDS, ChatBody, objects, required_text, text_or_parts
+from ..translation import SAMPLING_FIELDS, ChatBody, objects, required_text, text_or_parts, without_tools
 
 _AS_THEY_ARE: Final = (
     "model",
@@ -120,7 +120,7 @@ class ResponsesBody:
         _logprobs(fields, body)
         _refuse_features(fields)
         fields.refuse_unknown()
-        return Conversation(body.read(read_chat), body, body.messages[begin:])
+        return Conversation(without_tools(body.read(read_chat)), body, body.messages[begin:])
 
 
 def parse_responses(body: bytes) -> ResponsesBody:

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..choices import ChoiceResult, Piece
+from ..choices import AnswerEnd, ChoiceResult, Piece
 from ..errors import ApiError
-from ..generation import FinishReason, Timings
+from ..generation import Timings
 from ..responses import Scorer, dump, timings_object
 from ..running import Usage
 
@@ -75,7 +75,7 @@ class ResponsesShape:
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""
         self._item: _Item | None = None
-        self._reason: FinishReason | None = None
+        self._reason: AnswerEnd | None = None
 
     # -- events ----------------------------------------------------------------------------------------
 
@@ -97,10 +97,10 @@ class ResponsesShape:
     def piece(self, piece: Piece) -> bytes:
         self._reason = piece.finish_reason or self._reason
         scores = self._scorer(piece.scores)["content"] if self._scorer and piece.scores else []
-        if not piece.text and not scores:
+        if not piece.content and not scores:
             return b""
         events = b"" if self._item is not None else self._open()
-        return events + self._say(piece.text, scores)
+        return events + self._say(piece.content, scores)
 
     def closing(self, usage: Usage, timings: Timings) -> bytes:
         # An answer without a word is a message without a word.

@@ -14,10 +14,12 @@ from .deltas import (
 )
 from .formats import THINK, ReasoningTags, ToolFormat, marks, reasoning_tags, tool_format
 from .parser import OutputParser
+from .reading import AnswerReading
 
 __all__ = [
     "THINK",
     "Answer",
+    "AnswerReading",
     "CallArguments",
     "CallBegin",
     "CallBroken",

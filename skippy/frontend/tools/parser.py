@@ -63,6 +63,15 @@ class _Text:
         if len(core) < len(text):
             self._waiting.append(text[len(core) :])
 
+    def say_all(self, text: str) -> bool:
+        """:meth:`say` where nothing that follows has a use for white space; whether anything was said."""
+        if self.skips:
+            text = text.lstrip(_SPACE)
+        if text:
+            self._emit(self.take() + text)
+            self.skips = False
+        return bool(text)
+
     def take(self) -> str:
         """The white space that waits, which does so no longer."""
         text = "".join(self._waiting)
@@ -88,6 +97,7 @@ class OutputParser:
 
     Attributes:
         done: the rest of the answer is not wanted.
+        transparent: all that comes is content as it is, and need not be fed.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class OutputParser:
         self._steps = self._answer()
         self._finished = False
         self.done = False
+        self.transparent = False
         self._go_on()
 
     @property
@@ -213,7 +224,7 @@ class OutputParser:
 
     def _all_text(self) -> Steps[None]:
         while text := (yield from self._source.some()):
-            self._content.say(text)
+            self.transparent = self._content.say_all(text)
 
     def _marked(self, words: Sequence[str], calls: Callable[[str], Steps[None]]) -> Steps[None]:
         """Content, with calls behind each of ``words``, up to the end of the text."""

@@ -1,0 +1,30 @@
+"""How an answer is to be read."""
+
+from __future__ import annotations
+
+import attrs
+
+from .formats import ReasoningTags, ToolFormat
+from .parser import OutputParser
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class AnswerReading:
+    """What a parser of one answer has to know; see :class:`OutputParser`.
+
+    Attributes:
+        shown: control tokens that the parser looks for, so their texts must be in what it is fed. All other
+            control tokens have no text.
+    """
+
+    tools: ToolFormat | None = None
+    names: frozenset[str] = frozenset()
+    parallel: bool = True
+    reasoning: ReasoningTags | None = None
+    thinks: bool = False
+    shown: frozenset[int] = frozenset()
+
+    def parser(self) -> OutputParser:
+        return OutputParser(
+            self.tools, self.names, parallel=self.parallel, reasoning=self.reasoning, thinks=self.thinks
+        )
