@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import os
 import pathlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import llama_cpp.llama_cpp as _module
 import numpy as np
 
 from skippy.engine.base import ModelLoadError
 from skippy.engine.tap import GGML_FUNCTIONS
 from skippy.telemetry import get_logger
 
-api: Final[Any] = _module
+_SPIN_VARIABLE: Final = "GOMP_SPINCOUNT"
+_SPIN_VARIABLES: Final = (_SPIN_VARIABLE, "OMP_WAIT_POLICY")
+_SPINS: Final = "1000"
+"""What libgomp takes of its own accord where it knows of more threads than cores."""
+
+
+def _load() -> Any:
+    """The library, with an OpenMP whose threads fall asleep soon after they have nothing to do.
+
+    By default they go on for 300,000 rounds, some 10 ms, at every barrier and behind every native call. That
+    takes cores from whatever else runs on the machine: other stages, for which this one then waits, and the
+    event loop. libgomp reads its environment as it is loaded, and never again.
+    """
+    ours = not any(name in os.environ for name in _SPIN_VARIABLES)
+    if ours:
+        os.environ[_SPIN_VARIABLE] = _SPINS
+    try:
+        import llama_cpp.llama_cpp as module
+    finally:
+        if ours:
+            del os.environ[_SPIN_VARIABLE]
+    return module
+
+
+api: Final[Any] = _load()
 """llama-cpp-python's low-level API. Pointers are plain integers there."""
 
 _LEVEL_WARN: Final = 3
