@@ -7,7 +7,7 @@ thread only, one call at a time, unless it says otherwise.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import attrs
@@ -155,6 +155,11 @@ class Vocabulary(abc.ABC):
     @property
     @abc.abstractmethod
     def eos(self) -> int | None: ...
+
+    @property
+    def sampling_metadata(self) -> Mapping[str, str]:
+        """Sampling settings that the model file recommends: its ``general.sampling.*``, without that."""
+        return {}
 
     @property
     @abc.abstractmethod

@@ -14,6 +14,8 @@ from skippy.protocol.messages import SamplingConfig
 
 from .base import EngineError, FloatArray
 
+MIROSTAT_MODES: Final = (0, 1, 2)
+"""0: none; else the version of the algorithm."""
 BESIDE_MIROSTAT: Final = frozenset({"penalties", "dry", "temperature"})
 """Samplers that go with mirostat, which cuts candidates off itself, in place of those that do otherwise."""
 

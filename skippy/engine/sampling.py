@@ -13,6 +13,7 @@ import numpy.typing as npt
 from skippy.protocol.messages import DEFAULT_SAMPLERS, SamplingConfig
 
 from .base import BoolArray, EngineError, FloatArray
+from .mirostat import MIROSTAT_MODES
 
 F = TypeVar("F", np.float32, np.float64)
 
@@ -41,9 +42,6 @@ _FLOAT_RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("mirostat_learning_rate", 0.0, math.inf),
 )
 _F32_MAX: Final = 3.4028234663852886e38
-
-
-MIROSTAT_MODES: Final = (0, 1, 2)
 
 
 def check_settings(settings: SamplingConfig, vocab_size: int) -> None:

@@ -7,9 +7,14 @@ Every answer that is not a success has this body, whatever its status::
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
-from .generation import GenerationError
+import attrs
+
+from skippy.protocol import SamplingConfig
+
+from .generation import GenerationError, InvalidSampling
 
 # Words for statuses that are raised by the framework rather than by us.
 _CODES: Final = {
@@ -73,12 +78,26 @@ class ApiError(Exception):
         return {"error": error}
 
 
+_SETTINGS: Final = {
+    **{field.name: field.name for field in attrs.fields(SamplingConfig)},
+    "penalty_last_n": "repeat_last_n",
+    "top_logprobs": "logprobs",
+}
+"""Sampling settings by the names with which engines begin an error about one, and their names in requests."""
+
+
+def setting_at_fault(text: str) -> str | None:
+    """The request field that an engine's error about the sampling settings is about."""
+    match = re.match("[a-z_]+", text)
+    return None if match is None else _SETTINGS.get(match[0])
+
+
 def from_generation_error(error: GenerationError) -> ApiError:
     """The client's view of a generation that failed."""
     return ApiError(
         str(error) or error.code,
         status=error.status,
-        param=error.param,
+        param=error.param or (setting_at_fault(str(error)) if isinstance(error, InvalidSampling) else None),
         code=error.code,
         retry_after_secs=error.retry_after_secs,
     )

@@ -21,7 +21,7 @@ from .fields import Fields, describe
 from .generation import Constraint
 from .logprobs import parse_chat_logprobs, parse_completion_logprobs
 from .prompts import parse_prompts
-from .sampling import U32_MAX, parse_sampling
+from .sampling import DEFAULT_SAMPLING, U32_MAX, read_sampling
 from .strict_json import parse_object
 from .tool_fields import call_id, parse_calls
 from .tools import ToolCall
@@ -71,7 +71,8 @@ class CommonRequest:
         stop: texts that end the generation; they are not part of the answer.
         max_tokens: tokens to generate at most, or None for the server's default. It may be far more than the
             context holds: some clients write 2**32 - 1 for the rest of it.
-        sampling: enabled sampling block.
+        sampling: enabled sampling block; the defaults in it are for a model that recommends none.
+        said: names of its members that the request itself says.
         constraint: what the answer is held to; None: nothing.
         cache_key: what the client wants its cached prompts kept apart by; None: nothing.
         n: choices for each prompt.
@@ -85,6 +86,7 @@ class CommonRequest:
     stop: tuple[str, ...]
     max_tokens: int | None
     sampling: SamplingConfig
+    said: frozenset[str] = frozenset()
     n: int = 1
     top_logprobs: int | None = None
     constraint: Constraint | None = None
@@ -162,11 +164,16 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     if not model:
         raise fields.error("model", "is missing; GET /v1/models lists what is served")
     limits = [fields.integer(name, 1, U32_MAX) for name in limit_names]
+    limits.append(_predict_limit(fields))
+    fields.accept_only("cache_prompt", (True,), "what cached prompts are used for changes no answer")
+    fields.accept_only("id_slot", (-1,), "requests are given lanes as these become free")
+    fields.accept_only("min_keep", (0, 1), "samplers keep at least one token")
     n = fields.integer("n", 1, MAX_CHOICES)
     stream = fields.boolean("stream")
     include_usage = _stream_options(fields, stream)
     fields.text("user")
-    constraint, sampling = parse_constraint(fields), parse_sampling(fields)
+    constraint, said = parse_constraint(fields), read_sampling(fields)
+    sampling = attrs.evolve(DEFAULT_SAMPLING, **said)
     if constraint is not None and sampling.ignores_eos:
         raise fields.error(
             "ignore_eos", f"must not be true where {constraint.param} says how the answer ends"
@@ -180,11 +187,20 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
         "stop": _stops(fields),
         "max_tokens": next((limit for limit in limits if limit is not None), None),
         "sampling": sampling,
+        "said": frozenset(said),
         "constraint": constraint,
         "n": n or 1,
         "cache_key": fields.text("prompt_cache_key"),
         "cache_retention": fields.get("prompt_cache_retention"),
     }
+
+
+def _predict_limit(fields: Fields) -> int | None:
+    """llama.cpp's name for max_tokens; -1 is no limit there."""
+    limit = fields.integer("n_predict", -1, U32_MAX)
+    if limit == 0:
+        raise fields.error("n_predict", "is 0; it must be at least 1, or -1 for the rest of the context")
+    return None if limit == -1 else limit
 
 
 def _stream_options(fields: Fields, stream: bool) -> bool:

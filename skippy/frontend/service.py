@@ -17,7 +17,7 @@ from skippy.telemetry import NULL_TELEMETRY, Level, Span, names
 from .access import KeyId
 from .choices import Piece, ScoredToken
 from .direct import DirectBody
-from .errors import ApiError
+from .errors import ApiError, setting_at_fault
 from .generation import GenerationRequest, Generator
 from .logprobs import chat_logprobs, completion_logprobs
 from .metrics import Metrics
@@ -27,6 +27,7 @@ from .prompting import PromptBuilder
 from .requests import RunningRequests
 from .responses import KEEP_ALIVE, ChatShape, CompletionShape, ResponseShape, Scorer, dump
 from .running import SHUTTING_DOWN, GenerationTask
+from .sampling import model_defaults
 from .schemas import ChatRequest, CommonRequest, check_model, parse_chat, parse_completion
 from .templates import TemplateRenderer
 
@@ -71,6 +72,7 @@ class CompletionService:
         self._closing = False
         self.model_id = generator.model_id
         self.vocabulary = generator.vocabulary
+        self._sampling_defaults = model_defaults(self.vocabulary.sampling_metadata, self.vocabulary.size)
         self.renderer = TemplateRenderer(
             cpu_secs=options.template_cpu_secs,
             memory_bytes=options.template_memory_bytes,
@@ -156,17 +158,22 @@ class CompletionService:
             request = parse(body)
         else:
             request = await trio.to_thread.run_sync(parse, body, limiter=self._parse_limiter)
-        self.check(request)
-        return request
+        return self.check(request)
 
-    def check(self, request: CommonRequest) -> None:
-        """Refuse what this model or server cannot do, whatever route asks for it. Raises ApiError."""
+    def check(self, request: R) -> R:
+        """A request of any route as this model and server serve it: what it did not say is filled in.
+
+        Raises:
+            ApiError: they cannot do what it asks for.
+        """
         check_model(request.model, self.model_id)
         if request.cache_retention == "24h" and not self._options.keeps_prompts_on_disk:
             text = (
                 "prompt_cache_retention is '24h', but prompts are kept in memory only here; use 'in_memory'"
             )
             raise ApiError(text, param="prompt_cache_retention", code="unsupported_model_feature")
+        said = {name: getattr(request.sampling, name) for name in request.said}
+        request = attrs.evolve(request, sampling=attrs.evolve(self._sampling_defaults, **said))
         size = self._generator.vocabulary.size
         for token, _ in request.sampling.logit_bias:
             if token >= size:
@@ -176,7 +183,8 @@ class CompletionService:
             # What the last stage would refuse; found out here, it costs no lane.
             check_settings(request.sampling, size)
         except ValueError as error:
-            raise ApiError(str(error)) from error
+            raise ApiError(str(error), param=setting_at_fault(str(error))) from error
+        return request
 
     def _generation_request(
         self, request: CommonRequest, prompt: list[int], param: str, caller: Caller

@@ -184,7 +184,7 @@ async def test_prompt_longer_than_the_context() -> None:
     ("failure", "status", "code"),
     [
         (ChainUnavailable("stage 1 was lost"), 503, "service_unavailable"),
-        (InvalidSampling("mirostat_mode is not supported"), 400, "invalid_value"),
+        (InvalidSampling("typical_p is not supported by this engine"), 400, "invalid_value"),
         (ExceptionGroup("both", [ChainUnavailable("stage 1 was lost")]), 503, "service_unavailable"),
         (RuntimeError("secret detail"), 500, "internal_server_error"),
     ],
@@ -198,6 +198,7 @@ async def test_failure_before_the_first_token(
         assert answer.status_code == status
         assert answer.json()["error"]["code"] == code
         assert "secret" not in answer.text
+        assert answer.json()["error"]["param"] == ("typical_p" if status == 400 else None)
         generator.script = say("fine")
         assert (await http.post("/v1/chat/completions", json=chat_body())).status_code == 200
 

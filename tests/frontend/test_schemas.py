@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from skippy.frontend.errors import ApiError
-from skippy.frontend.sampling import fold_seed
+from skippy.frontend.sampling import BANNED, DEFAULT_SAMPLING, fold_seed, model_defaults
 from skippy.frontend.schemas import ChatMessage, parse_chat, parse_completion
 from skippy.frontend.strict_json import parse_object
 from skippy.protocol import SamplingConfig
@@ -34,7 +34,7 @@ def test_defaults() -> None:
         (),
         None,
     )
-    expected = SamplingConfig(flags=1, temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+    expected = SamplingConfig(flags=1, temperature=1, top_p=1, top_k=40, min_p=0.05)
     assert attrs.evolve(request.sampling, seed=0) == expected
     assert chat().sampling.seed != chat().sampling.seed or chat().sampling.seed != request.sampling.seed
 
@@ -58,6 +58,52 @@ def test_all_sampling_fields() -> None:
         samplers=("top_k", "temperature"), ignore_eos=True,
     )  # fmt: skip
     assert chat(samplers=["min_p"]).sampling.samplers == ("min_p",)
+
+
+def test_llama_cpps_names() -> None:
+    """Its server has some fields under other names, and those of DRY and XTC flat."""
+    request = chat(
+        top_k=-1, top_n_sigma=0, repeat_penalty=1.5, mirostat=2, mirostat_tau=4, mirostat_eta=0.2,
+        dry_multiplier=1, dry_base=2, dry_allowed_length=3, dry_penalty_last_n=-1,
+        dry_sequence_breakers=["x"], xtc_threshold=0.2, samplers="edt", n_predict=7,
+        logit_bias=[[5, -100], [6, False], [5, 1.5]], cache_prompt=True, id_slot=-1, min_keep=0,
+        top_p=1, xtc_probability=0,
+    )  # fmt: skip
+    expected = SamplingConfig(
+        flags=1, seed=request.sampling.seed, temperature=1, top_p=1, top_k=-1, min_p=0.05, top_nsigma=0,
+        repeat_penalty=1.5, mirostat_mode=2, mirostat_entropy=4, mirostat_learning_rate=0.2, dry_multiplier=1,
+        dry_base=2, dry_allowed_length=3, dry_penalty_last_n=-1, dry_sequence_breakers=("x",),
+        xtc_threshold=0.2, samplers=("penalties", "dry", "temperature"),
+        logit_bias=((5, -100), (6, BANNED), (5, 1.5)),
+    )  # fmt: skip
+    assert request.sampling == expected
+    assert request.max_tokens == 7
+    assert chat(n_predict=-1).max_tokens is None
+    assert chat(samplers=["typ_p", "top-k", "temp"]).sampling.samplers == (
+        "typical_p",
+        "top_k",
+        "temperature",
+    )
+
+
+def test_a_model_files_recommendations() -> None:
+    said = {
+        "temp": "0.6", "top_k": "20", "top_p": "0.9", "min_p": "0.000000", "penalty_repeat": "1.05",
+        "penalty_last_n": "64", "xtc_probability": "0.1", "xtc_threshold": "0.2", "mirostat": "0",
+        "mirostat_tau": "4", "mirostat_eta": "0.3", "sequence": "penalties;top_k;typ_p;temperature",
+    }  # fmt: skip
+    expected = SamplingConfig(
+        flags=1, temperature=0.6, top_k=20, top_p=0.9, min_p=0, repeat_penalty=1.05, penalty_last_n=64,
+        xtc_probability=0.1, xtc_threshold=0.2, mirostat_entropy=4, mirostat_learning_rate=0.3,
+        samplers=("penalties", "top_k", "typical_p", "temperature"),
+    )  # fmt: skip
+    assert model_defaults(said, 100) == expected
+    assert model_defaults({}, 100) == DEFAULT_SAMPLING
+
+
+def test_bad_recommendations_are_left_out() -> None:
+    bad = {"temp": "hot", "top_p": "2", "sequence": "top_k;infill", "adaptive": "1", "top_k": "20"}
+    assert model_defaults(bad, 100) == attrs.evolve(DEFAULT_SAMPLING, top_k=20)
 
 
 def test_messages() -> None:
@@ -180,7 +226,16 @@ _REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"temperature": True}, "temperature"),
     ({"temperature": 10**39}, "temperature"),
     ({"top_p": 1.1}, "top_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_n_sigma": 1, "top_nsigma": 1}, "top_n_sigma"),
+    ({"dry_base": 1, "dry": {"base": 1}}, "dry.base"),
+    ({"dry_sequence_breakers": [], "dry": {"sequence_breakers": []}}, "dry.sequence_breakers"),
+    ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers[0]"),
+    ({"xtc_probability": 2}, "xtc_probability"),
+    ({"n_predict": 0}, "n_predict"),
+    ({"n_predict": -2}, "n_predict"),
+    ({"cache_prompt": False}, "cache_prompt"),
+    ({"id_slot": 1}, "id_slot"),
     ({"top_k": 2**31}, "top_k"),
     ({"min_p": -1}, "min_p"),
     ({"seed": 2**64}, "seed"),
@@ -189,7 +244,12 @@ _REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": -2.1}, "frequency_penalty"),
     ({"repeat_penalty": 1, "repetition_penalty": 1}, "repetition_penalty"),
     ({"repeat_last_n": -2}, "repeat_last_n"),
-    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias[0]"),
+    ({"logit_bias": [[1]]}, "logit_bias[0]"),
+    ({"logit_bias": [[1, True]]}, "logit_bias[0].bias"),
+    ({"logit_bias": [[1, None]]}, "logit_bias[0]"),
+    ({"logit_bias": [[1, 1], ["Hello", 1]]}, "logit_bias[1].token"),
+    ({"logit_bias": [[1, 1]] * 257}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"01": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -200,8 +260,15 @@ _REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"dry": {"sequence_breakers": ["x" * 41]}}, "dry.sequence_breakers[0]"),
     ({"dry": {"sequence_breakers": ["x"] * 9}}, "dry.sequence_breakers"),
     ({"xtc": 1}, "xtc"),
-    ({"mirostat_mode": 2}, "mirostat_mode"),
-    ({"mirostat_entropy": 5}, "mirostat_entropy"),
+    ({"mirostat_mode": 3}, "mirostat_mode"),
+    ({"mirostat": 1, "mirostat_mode": 1}, "mirostat_mode"),
+    ({"mirostat_entropy": -5}, "mirostat_entropy"),
+    ({"mirostat_eta": 2}, "mirostat_eta"),
+    ({"mirostat": 1, "top_k": 5}, "top_k"),
+    ({"mirostat": 1, "top_p": 0.5}, "top_p"),
+    ({"mirostat": 2, "xtc": {"probability": 0.5}}, "xtc"),
+    ({"mirostat": 2, "top_n_sigma": 2}, "top_n_sigma"),
+    ({"mirostat": 2, "samplers": ["top_k"]}, "samplers"),
     ({"repeat_penalty": 0}, "repeat_penalty"),
     ({"repeat_penalty": 1e-40}, "repeat_penalty"),
     ({"samplers": ["top_q"]}, "samplers[0]"),

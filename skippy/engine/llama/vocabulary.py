@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Mapping
 from typing import Final
 
 from skippy.engine.base import EngineError, ModelLoadError, Vocabulary
@@ -17,6 +18,23 @@ _BYTE_PAIRS: Final = 2  # LLAMA_VOCAB_TYPE_BPE
 _WORDPIECE: Final = 3  # LLAMA_VOCAB_TYPE_WPM
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 3, 1 << 4  # enum llama_token_attr
 _MAX_TEXT_BYTES: Final = 2**30
+
+
+_SAMPLING_KEYS: Final = (
+    "sequence",
+    "top_k",
+    "top_p",
+    "min_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "temp",
+    "penalty_last_n",
+    "penalty_repeat",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+)
+"""``general.sampling.*`` keys that llama.cpp knows."""
 
 
 class LlamaVocabulary(Vocabulary):
@@ -40,6 +58,8 @@ class LlamaVocabulary(Vocabulary):
         self._recursive = api.llama_vocab_type(self._vocab) == _BYTE_PAIRS and pre not in OWN_SPLITTER
         template = api.llama_model_chat_template(model, None)
         self._template = None if template is None else template.decode(errors="replace")
+        found = {name: metadata(model, f"general.sampling.{name}") for name in _SAMPLING_KEYS}
+        self._sampling = {name: value for name, value in found.items() if value is not None}
         self._pieces: dict[tuple[int, bool], bytes] = {}
 
     @staticmethod
@@ -93,6 +113,10 @@ class LlamaVocabulary(Vocabulary):
     @property
     def chat_template(self) -> str | None:
         return self._template
+
+    @property
+    def sampling_metadata(self) -> Mapping[str, str]:
+        return self._sampling
 
     @property
     def special_tokens(self) -> tuple[str, ...]:

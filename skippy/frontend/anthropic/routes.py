@@ -23,7 +23,7 @@ def add_anthropic_routes(app: QuartTrio, service: CompletionService, bodies: Bod
         chat, body = await bodies.parsed(parse_messages)
         caller = caller_of_request()
         with body.renaming():
-            service.check(chat)
+            chat = service.check(chat)
 
         async def prepare() -> list[GenerationRequest]:
             with body.renaming():
@@ -35,6 +35,6 @@ def add_anthropic_routes(app: QuartTrio, service: CompletionService, bodies: Bod
     async def count_tokens() -> Response:
         chat, body = await bodies.parsed(parse_count)
         with body.renaming():
-            service.check(chat)
+            chat = service.check(chat)
             (request,) = await service.chat_prompt(chat, caller_of_request())
         return json_answer({"input_tokens": len(request.prompt)})

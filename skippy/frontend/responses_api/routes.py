@@ -62,7 +62,7 @@ async def _respond(
     conversation = await bodies.parse(body.size + size, functools.partial(body.chat, history))
     chat = conversation.request
     with conversation.body.renaming():
-        service.check(chat)
+        chat = service.check(chat)
 
     async def prepare() -> list[GenerationRequest]:
         with conversation.body.renaming():
