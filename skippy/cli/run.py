@@ -190,6 +190,7 @@ def welcome(chain: Chain) -> str:
     header, option = (" -H 'Authorization: Bearer KEY'", " --api-key KEY") if keyed else ("", "")
     lines += [
         f"OpenAI endpoint: {url}" + (f" (listens on {bound})" if bound.beyond_loopback else ""),
+        f"web page: {url.removesuffix('v1')}",
         f"try: curl {url}/chat/completions{header} -H 'Content-Type: application/json' -d '{quoted}'",
         f"or: {own_command()} chat{option}" + ("" if url == "http://127.0.0.1:9337/v1" else f" --url {url}"),
         "Ctrl-C stops everything.",

@@ -36,6 +36,7 @@ from .routing import Bodies, caller_of_request
 from .schemas import check_model
 from .service import CompletionService
 from .tokenizing import add_tokenizer_routes
+from .web_page import add_web_page
 
 _EXTENSION = "skippy"
 _FEED = "skippy.feed"
@@ -78,6 +79,7 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     add_tokenizer_routes(app, generator.tokenizer, generator.model_id, bodies)
     add_inside_routes(app, generator, service.requests, service.metrics)
     add_live_route(app, feed, policy)
+    add_web_page(app)
     return app
 
 

@@ -129,6 +129,7 @@ def test_the_welcome_says_who_may_connect(host: str, open_to_all: bool) -> None:
     openai = OpenAIOptions(bind_addr=f"{host}:9337")
     text = welcome(Chain(children=[], topology=topology, options=StageOptions(), openai=openai, grace_secs=4))
     assert "http://127.0.0.1:9337/v1" in text
+    assert "web page: http://127.0.0.1:9337/\n" in text
     assert ("(listens on 0.0.0.0:9337)" in text) is open_to_all
     assert ("anyone who reaches 0.0.0.0:9337 can use the model" in text) is open_to_all
     openai = attrs.evolve(openai, api_keys=["sk-secret"])
