@@ -16,7 +16,7 @@ from .errors import CliError
 
 TIMEOUT_SECS = 70.0
 """Above the longest that emptying the caches of a chain may take."""
-_COLUMNS = ("namespace", "tokens", "held in", "state", "used", "refs", "chunks", "alone")
+_COLUMNS = ("stage", "namespace", "tokens", "held in", "state", "used", "refs", "chunks", "alone")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the endpoint's answer as it is.")
 
@@ -26,12 +26,12 @@ def kv() -> None:
     """Look into the prefix cache of a running endpoint, or empty it."""
 
 
-@kv.command("ls", short_help="List what stage 0 remembers.")
+@kv.command("ls", short_help="List what the stages remember.")
 @url_option
 @api_key_option
 @json_option
 def list_entries(url: str, api_key: str | None, as_json: bool) -> None:
-    """List what stage 0 remembers, the entry that was used longest ago first."""
+    """List what each stage remembers, the entry that was used longest ago first."""
     with _fields(url):
         report = _ask("GET", url, api_key)
         if as_json:
@@ -39,8 +39,14 @@ def list_entries(url: str, api_key: str | None, as_json: bool) -> None:
         elif not report["enabled"]:
             click.echo("the prefix cache is off")
         else:
-            for line in table([_COLUMNS, *map(_row, report["entries"])]):
+            stages = report["stages"]
+            rows = [_row(stage, entry) for stage in stages for entry in stage.get("entries", ())]
+            for line in table([_COLUMNS, *rows]):
                 click.echo(printable(line))
+            for stage in stages:
+                if left_out := stage.get("entries_left_out"):
+                    click.echo(f"stage {stage['stage_index']}: {left_out} entries more, used longer ago")
+            _tell_missing(report)
 
 
 @kv.command("stats", short_help="Show sizes and counts.")
@@ -48,18 +54,23 @@ def list_entries(url: str, api_key: str | None, as_json: bool) -> None:
 @api_key_option
 @json_option
 def stats(url: str, api_key: str | None, as_json: bool) -> None:
-    """Show what stage 0 holds and has counted, and what the replies of all stages have said."""
+    """Show what each stage holds and has counted, and what the replies of all have said."""
     with _fields(url):
         report = _ask("GET", url, api_key)
         if as_json:
-            click.echo(json.dumps({key: report[key] for key in report if key != "entries"}, indent=2))
+            stages = [{key: stage[key] for key in stage if key != "entries"} for stage in report["stages"]]
+            click.echo(json.dumps(report | {"stages": stages}, indent=2))
             return
         if not report["enabled"]:
             click.echo("the prefix cache is off")
             return
-        for part in ("settings", "stage", "chain"):
-            for name, value in _flat(report.get(part, {})):
-                click.echo(printable(f"{part}.{name}: {value}"))
+        for stage in report["stages"]:
+            for name, value in _flat(stage):
+                if name not in ("stage_index", "entries"):
+                    click.echo(printable(f"stage {stage['stage_index']}: {name}: {value}"))
+        for name, value in _flat(report["chain"]):
+            click.echo(printable(f"chain: {name}: {value}"))
+        _tell_missing(report)
 
 
 @kv.command("drop", short_help="Have every stage forget.")
@@ -106,9 +117,15 @@ def _fields(url: str) -> Iterator[None]:
         raise CliError(f"{url}: the answer is no report of a prefix cache") from None
 
 
-def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+def _tell_missing(report: dict[str, Any]) -> None:
+    if report["missing"] is not None:
+        click.echo(printable(f"stages behind stage 0: {report['missing']}"), err=True)
+
+
+def _row(stage: dict[str, Any], entry: dict[str, Any]) -> tuple[str, ...]:
     held = "-" if entry["sequence"] is None else f"sequence {entry['sequence']}"
     return (
+        str(stage["stage_index"]),
         str(entry["namespace"]),
         str(entry["tokens"]),
         held + (" (in use)" if entry["live"] else ""),

@@ -185,7 +185,7 @@ def _add_completion_routes(app: QuartTrio, service: CompletionService, options: 
 def _add_cache_routes(app: QuartTrio, generator: Generator) -> None:
     @app.get("/kv")
     async def cache() -> Response:
-        return _json(generator.cache_report())
+        return _json(await generator.cache_report())
 
     # No form and no script of another origin can send this without asking first.
     @app.delete("/kv")

@@ -1,36 +1,88 @@
-"""The prefix caches of a chain as ``/kv`` shows them: stage 0's, and what the others have said in replies."""
+"""The prefix caches of a chain as ``/kv`` shows them: each stage's, and what all have said in replies."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
-import attrs
+import trio
 
-from skippy.stage import Stage
-from skippy.stage.keeping import KvEntry
+from skippy.protocol import ReplyAnnex
+from skippy.stage import GenerationSettings, Stage, StageError
+from skippy.stage.reports import COMMON, cache_report, parse_reports
 
+from .admission import AdmissionGate
 from .errors import ApiError
+from .generation import ChainUnavailable, GenerationError
+from .prefill import send_settings
 from .restoring import Restorer
 
-SHOWN_DIGITS: Final = 16
-"""Of a namespace: enough to tell them apart, too few to find out an API key by trying."""
+REPORT_SECS: Final = 5.0
+"""How long a report waits for a lane, and for the stages behind this one."""
+
 _NAMESPACE: Final = re.compile("[0-9a-f]{1,64}")
-COMMON: Final = "common"
-"""How the namespace of requests without keys is called."""
 
 
-def cache_report(stage: Stage, restorer: Restorer) -> dict[str, Any]:
+class ChainCaches:
+    """Asks the stages what they remember, or has them forget it."""
+
+    def __init__(
+        self, stage: Stage, restorer: Restorer, gate: AdmissionGate, new_id: Callable[[], int]
+    ) -> None:
+        self._context = stage.context
+        self._restorer = restorer
+        self._gate = gate
+        self._new_id = new_id
+
+    async def report(self) -> dict[str, Any]:
+        """See :meth:`skippy.frontend.generation.Generator.cache_report`."""
+        others: list[dict[str, Any]] = []
+        missing = None
+        if self._context.downstream is not None:
+            missing = f"no lane was free, or stages did not answer, within {REPORT_SECS:g} s"
+            with trio.move_on_after(REPORT_SECS):
+                try:
+                    others = parse_reports(await self._tell(GenerationSettings(cache_report=True)))
+                    missing = None
+                except GenerationError as exc:
+                    missing = str(exc)
+        return chain_report([cache_report(self._context), *others], missing, self._restorer)
+
+    async def drop(self, namespace: str) -> int:
+        """See :meth:`skippy.frontend.generation.Generator.drop_cache`."""
+        self._restorer.forget()
+        cache = self._context.cache
+        before = 0 if cache is None else cache.index.counters.dropped
+        await self._tell(GenerationSettings(cache_drop=namespace))
+        return 0 if cache is None else cache.index.counters.dropped - before
+
+    async def _tell(self, settings: GenerationSettings) -> ReplyAnnex | None:
+        """Take a lane, tell every stage something, and wait for the answer; what comes with it."""
+        admission = await self._gate.acquire(1, 0)
+        try:
+            with admission.running() as lane:
+                lane.request = self._new_id(), self._new_id()
+                place = await send_settings(lane, settings)
+                await place.wait()
+                return place.annex
+        except StageError as exc:
+            raise ChainUnavailable(str(exc)) from exc
+
+
+def chain_report(stages: list[dict[str, Any]], missing: str | None, restorer: Restorer) -> dict[str, Any]:
     """What ``GET /kv`` answers.
 
-    ``stage``: what stage 0 has now and has counted since its start. ``entries``: of its cache, the one used
-    longest ago first, without their tokens. ``chain``: what the replies of all stages have said, over all
-    requests of this endpoint.
+    ``stages``: the report of each stage, :func:`skippy.stage.reports.cache_report`, stage 0 first.
+    ``missing``: why there is none of the others, or null. ``chain``: what the replies of all stages have
+    said, over all requests of this endpoint.
     """
-    cache, totals = stage.context.cache, restorer.totals
-    report: dict[str, Any] = {
+    totals = restorer.totals
+    return {
         "object": "kv_cache",
-        "enabled": cache is not None,
+        "enabled": stages[0]["enabled"],
+        "stages": stages,
+        "missing": missing,
         "chain": {
             "lookup_hits": totals.kv_lookup_hits,
             "lookup_misses": totals.kv_lookup_misses,
@@ -42,29 +94,6 @@ def cache_report(stage: Stage, restorer: Restorer) -> dict[str, Any]:
             "hits_by_stage": {str(index): hits for index, hits in sorted(restorer.hits_by_stage.items())},
         },
     }
-    if cache is not None:
-        report["settings"] = attrs.asdict(cache.settings)
-        report["stage"] = attrs.asdict(cache.index.stats())
-        report["entries"] = [_entry(entry) for entry in cache.index.entries()]
-    return report
-
-
-def _entry(entry: KvEntry) -> dict[str, Any]:
-    return {
-        "namespace": shown_namespace(entry.namespace),
-        "tokens": entry.length,
-        "sequence": entry.sequence,
-        "state_bytes": 0 if entry.state is None else entry.state.size,
-        "live": entry.live,
-        "refs": entry.refs,
-        "last_used": entry.last_used,
-        "chunks": len(entry.schedule),
-        "alone": entry.alone,
-    }
-
-
-def shown_namespace(namespace: str) -> str:
-    return namespace[:SHOWN_DIGITS] or COMMON
 
 
 def parse_namespace(text: str | None) -> str:

@@ -15,15 +15,14 @@ import trio
 from skippy.config import OpenAIOptions
 from skippy.engine import Vocabulary
 from skippy.protocol import PositionLogProbabilities, ReplyStats
-from skippy.stage import GenerationSettings, LaneLost, SettingsRefused, Stage, StageError, Tokenizer
+from skippy.stage import LaneLost, SettingsRefused, Stage, StageError, Tokenizer
 from skippy.telemetry import Level, Telemetry, names
 
 from .admission import Admission, AdmissionGate
-from .cache_view import cache_report
+from .cache_view import ChainCaches
 from .decoding import DecodeLoop, Token
 from .embedding import Embedder, Vector
 from .generation import (
-    ChainUnavailable,
     ContextLengthExceeded,
     FinishReason,
     GenerationError,
@@ -34,7 +33,7 @@ from .generation import (
     Timings,
 )
 from .lanes import LanePool, PooledLane
-from .prefill import Prefill, send_settings
+from .prefill import Prefill
 from .recovery import Recovery
 from .restoring import Restored, Restorer
 from .status import ChainStatus, LastRequest, chain_status
@@ -83,6 +82,7 @@ class ChainGenerator:
         # What is kept in the cache gives way to lanes, so it takes nothing from them.
         kv_tokens = stage.info.context_length * stage.config.lane_count
         self.gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
+        self._cache = ChainCaches(stage, self.restorer, self.gate, new_id)
         self._last_request: LastRequest | None = None
 
     def _learn(self, stats: ReplyStats) -> None:
@@ -118,21 +118,11 @@ class ChainGenerator:
             self._stage, self._pool, self.gate, self.restorer, self.prefill, self._last_request
         )
 
-    def cache_report(self) -> dict[str, Any]:
-        return cache_report(self._stage, self.restorer)
+    async def cache_report(self) -> dict[str, Any]:
+        return await self._cache.report()
 
     async def drop_cache(self, namespace: str) -> int:
-        self.restorer.forget()
-        cache = self._stage.context.cache
-        before = 0 if cache is None else cache.index.counters.dropped
-        admission = await self.gate.acquire(1, 0)
-        try:
-            with admission.running() as lane:
-                lane.request = self._new_id(), self._new_id()
-                await (await send_settings(lane, GenerationSettings(cache_drop=namespace))).wait()
-        except StageError as exc:
-            raise ChainUnavailable(str(exc)) from exc
-        return 0 if cache is None else cache.index.counters.dropped - before
+        return await self._cache.drop(namespace)
 
     @property
     def embedding_size(self) -> int | None:

@@ -217,8 +217,11 @@ class Generator(Protocol):
     def unready(self) -> str | None:
         """Why the chain cannot serve now, for clients; None while every stage is connected and loaded."""
 
-    def cache_report(self) -> dict[str, Any]:
-        """What the prefix caches of the stages hold and have counted, for people: JSON values."""
+    async def cache_report(self) -> dict[str, Any]:
+        """What the prefix caches of the stages hold and have counted, for people: JSON values.
+
+        Takes a lane for a moment; says so where there is none for the question.
+        """
 
     def status(self) -> ChainStatus:
         """What stages and lanes are doing now, and have done."""

@@ -51,7 +51,7 @@ from .epochs import (
 from .errors import ErrorKind, LocalProtocolError, ProtocolError, RemoteProtocolError
 from .float32 import Float32NaN, bits_of_float, float_of_bits
 from .handshake import READY_WORD, DialerHandshake, ListenerHandshake, encode_transport_auth
-from .kinds import MessageKind, ReplyKind, SamplingFlag, StateFlag
+from .kinds import MAX_ANNEX_REPORT_BYTES, MessageKind, ReplyKind, SamplingFlag, StateFlag
 from .liveness import LIVENESS_EXTENSION, encode_heartbeat
 from .machines import CreditWindow, Lane, Machine, PredictionReturn, UpstreamConnection, check_return_open
 from .messages import (
@@ -108,6 +108,7 @@ __all__ = [
     "EMPTY_STATS",
     "EPOCH_KINDS",
     "LIVENESS_EXTENSION",
+    "MAX_ANNEX_REPORT_BYTES",
     "POSITIONED_KINDS",
     "PREDICTED_KINDS",
     "PREDICTION_BYTES",

@@ -1,8 +1,8 @@
 """The reply annex: what a generation-8 reply has no room for, in a frame of its own in front of it.
 
 An extension: it travels only where both sides agreed to :data:`ANNEX_EXTENSION` at admission, never to a
-plain peer. It carries log-probabilities, what a grammar says about the end, and the reason of a failed
-request. Sans-IO. Source: ``docs/protocol.md``, section "Reply annex".
+plain peer. It carries log-probabilities, what a grammar says about the end, the reason of a failed request,
+and what stages tell of themselves. Sans-IO. Source: ``docs/protocol.md``, section "Reply annex".
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .kinds import (
     MAX_ANNEX_BYTES,
     MAX_ANNEX_POSITIONS,
     MAX_ANNEX_REASON_BYTES,
+    MAX_ANNEX_REPORT_BYTES,
     MAX_ANNEX_TOP_TOKENS,
 )
 from .messages import Reply
@@ -47,6 +48,7 @@ class AnnexFlag(enum.IntFlag):
     LOG_PROBABILITIES = 1
     FINISH_HINT = 2
     FAILURE = 4
+    REPORT = 8
 
 
 class FinishHint(enum.IntEnum):
@@ -96,11 +98,15 @@ class RequestFailure:
 
 @attrs.frozen(slots=True, kw_only=True)
 class ReplyAnnex:
-    """Beside a reply: log-probabilities of each predicted token and a finish hint. Or, alone, a failure."""
+    """Beside a reply: log-probabilities of each predicted token and a finish hint, or a report.
+
+    Or, before no reply, a failure.
+    """
 
     log_probabilities: tuple[PositionLogProbabilities, ...] = ()
     finish_hint: FinishHint | None = None
     failure: RequestFailure | None = None
+    report: str | None = None
 
 
 def encode_annex(annex: ReplyAnnex) -> bytes:
@@ -123,6 +129,11 @@ def encode_annex(annex: ReplyAnnex) -> bytes:
                 raise LocalProtocolError("an annex with a failure carries nothing else")
             flags |= AnnexFlag.FAILURE
             body += _encode_failure(annex.failure)
+        if annex.report is not None:
+            if flags:
+                raise LocalProtocolError("an annex with a report carries nothing else")
+            flags |= AnnexFlag.REPORT
+            body += _encode_report(annex.report)
     except (struct.error, OverflowError) as error:
         raise LocalProtocolError(f"annex: a value does not fit its field: {error}") from None
     if not flags:
@@ -187,6 +198,15 @@ def _encode_failure(failure: RequestFailure) -> bytes:
     return _FAILURE.pack(failure.request_id, failure.code, len(text)) + text
 
 
+def _encode_report(report: str) -> bytes:
+    text = report.encode()
+    if len(text) > MAX_ANNEX_REPORT_BYTES:
+        raise LocalProtocolError(
+            f"a report of {len(text)} bytes; at most {MAX_ANNEX_REPORT_BYTES} can travel"
+        )
+    return _U32.pack(len(text)) + text
+
+
 class _Body:
     """Takes fields from the front of a body that has arrived whole."""
 
@@ -214,11 +234,12 @@ def decode_annex(data: bytes) -> ReplyAnnex:
     body = _Body(data)
     (flags,) = body.unpack(_U32)
     if not flags or flags & ~sum(AnnexFlag):
-        raise RemoteProtocolError(f"annex flags {flags:#x}; 1, 2 and 4 have a meaning")
-    if flags & AnnexFlag.FAILURE and flags != AnnexFlag.FAILURE:
-        raise RemoteProtocolError("an annex with a failure carries something else")
+        raise RemoteProtocolError(f"annex flags {flags:#x}; 1, 2, 4 and 8 have a meaning")
+    for alone in (AnnexFlag.FAILURE, AnnexFlag.REPORT):
+        if flags & alone and flags != alone:
+            raise RemoteProtocolError(f"an annex with a {str(alone.name).lower()} carries something else")
     positions: tuple[PositionLogProbabilities, ...] = ()
-    hint = failure = None
+    hint = failure = report = None
     if flags & AnnexFlag.LOG_PROBABILITIES:
         positions = _decode_positions(body)
     if flags & AnnexFlag.FINISH_HINT:
@@ -228,8 +249,10 @@ def decode_annex(data: bytes) -> ReplyAnnex:
         hint = FinishHint(word)
     if flags & AnnexFlag.FAILURE:
         failure = _decode_failure(body)
+    if flags & AnnexFlag.REPORT:
+        report = _decode_report(body)
     body.end()
-    return ReplyAnnex(log_probabilities=positions, finish_hint=hint, failure=failure)
+    return ReplyAnnex(log_probabilities=positions, finish_hint=hint, failure=failure, report=report)
 
 
 def _decode_positions(body: _Body) -> tuple[PositionLogProbabilities, ...]:
@@ -265,6 +288,13 @@ def _decode_failure(body: _Body) -> RequestFailure:
     if size > MAX_ANNEX_REASON_BYTES:
         raise RemoteProtocolError(f"a reason of {size} bytes; at most {MAX_ANNEX_REASON_BYTES} are allowed")
     return RequestFailure(request_id, FailureCode(code), decode_utf8(body.take(size), "the reason"))
+
+
+def _decode_report(body: _Body) -> str:
+    (size,) = body.unpack(_U32)
+    if size > MAX_ANNEX_REPORT_BYTES:
+        raise RemoteProtocolError(f"a report of {size} bytes; at most {MAX_ANNEX_REPORT_BYTES} are allowed")
+    return decode_utf8(body.take(size), "the report")
 
 
 class AnnexedReplyDecoder(ReplyDecoder):

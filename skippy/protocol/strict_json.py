@@ -129,6 +129,9 @@ class Fields:
             raise self._wrong(name, "true or false", value)
         return value
 
+    def boolean_or_absent(self, name: str) -> bool | None:
+        return self.boolean(name) if name in self._rest else None
+
     def texts(self, name: str) -> tuple[str, ...]:
         values = self._list(name)
         for value in values:

@@ -14,6 +14,7 @@ from skippy.protocol import (
     Message,
     RemoteProtocolError,
     Reply,
+    ReplyAnnex,
     ReplyDecoder,
     ReplyKind,
     Wave,
@@ -59,6 +60,8 @@ class Downstream:
         heartbeats: bool = False,
     ) -> None:
         self.annexed = annexed
+        self.annex: ReplyAnnex | None = None
+        """What has come with the acknowledgement that is being told."""
         self.waves = waves
         self.restores = restores
         self._context = context
@@ -170,6 +173,7 @@ class Downstream:
             credit, on_ack = self._acks.popleft()
             if credit:
                 self._window.ack()
+            self.annex = decoder.annex if isinstance(decoder, AnnexedReplyDecoder) else None
             on_ack(reply)
             self._acked.unpark_all()
         if isinstance(decoder, AnnexedReplyDecoder) and decoder.failure is not None:

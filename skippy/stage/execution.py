@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import attrs
@@ -12,6 +13,7 @@ from skippy.protocol import (
     Message,
     MessageKind,
     Reply,
+    ReplyAnnex,
     UpstreamState,
     is_skipped,
     is_together,
@@ -29,10 +31,15 @@ from .fusing import FusedRestores
 from .intake import check_data, check_restore, sequence_of, wave_of
 from .queues import PendingReply
 from .remembering import RememberedSession
+from .reports import report_annex
 from .session import Predicted
 from .settings import GenerationSettings, grammar_start, parse_metadata
 from .statistics import Times
 from .work import Work
+
+
+def _no_annex(_: ReplyAnnex | None) -> None:
+    """An acknowledgement carries none."""
 
 
 class Execution(FusedRestores):
@@ -232,8 +239,9 @@ class Execution(FusedRestores):
         # Predictions come from below, and leave upstream from the two ends of a chain alone.
         channels = [self.downstream or self._answers, *([] if context.stage_index else [self._replies])]
         settings.check_annexed(context.stage_index, channels)
+        annex = functools.partial(report_annex, context) if self._reports(settings) else _no_annex
         if self.downstream is None:
-            await self._owe(Reply.ack(self.stats.take()))
+            await self._replies.put(PendingReply(Reply.ack(self.stats.take()), annex=annex(None)))
             return
         if context.stage_index == 0:
             self.predictions.await_stream(message.request_id, message.session_id)
@@ -241,7 +249,12 @@ class Execution(FusedRestores):
             settings.check_plain(context.stage_index)
             metadata = GenerationSettings(settings.top_logprobs).to_metadata()
             message = attrs.evolve(message, chat_sampling_metadata=metadata)
-        await self._request(self.downstream, self.downstream.with_sequence(message, session.sequence))
+        message = self.downstream.with_sequence(message, session.sequence)
+        await self._request(self.downstream, message, annex=annex)
+
+    def _reports(self, settings: GenerationSettings) -> bool:
+        """Whether the upstream peer asks what the caches hold, and can be told."""
+        return settings.cache_report and self._replies.annexed
 
     async def _stop(self, message: Message) -> None:
         stale = 0 if self._session is None else self._session.stale_frames
@@ -288,9 +301,13 @@ class Execution(FusedRestores):
             await self.downstream.send(message)
 
     async def _request(
-        self, downstream: Downstream, message: Message, then: Callable[[], None] = lambda: None
+        self,
+        downstream: Downstream,
+        message: Message,
+        then: Callable[[], None] = lambda: None,
+        annex: Callable[[ReplyAnnex | None], ReplyAnnex | None] = _no_annex,
     ) -> None:
-        """Send a message on whose acknowledgement, with its statistics, becomes ours."""
+        """Send a message on whose acknowledgement, with its statistics and ``annex`` of its, becomes ours."""
         place = PendingReply()
 
         def on_ack(reply: Reply) -> None:
@@ -298,7 +315,7 @@ class Execution(FusedRestores):
                 return  # it arrived as the lane ended, which has failed the place
             self._owed.remove(place)
             then()
-            place.set(Reply.ack(self.stats.take(reply.stats)))
+            place.set(Reply.ack(self.stats.take(reply.stats)), annex(downstream.annex))
 
         await downstream.send(message, on_ack=on_ack, on_queued=lambda: self._owed.append(place))
         await self._replies.put(place)

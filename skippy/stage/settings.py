@@ -43,6 +43,7 @@ class GenerationSettings:
             that begin with these digits; "": nothing.
         grammar: of the last stage: what is generated fits this grammar, in llguidance's variant of Lark, of
             at most 131072 characters; it begins behind the prompt. "": none.
+        cache_report: of every stage: tell what its prefix cache holds, in the reply annex.
         cache_checkpoints: of every stage that can restore no other prefix: keep the state of the request's
             first so many tokens, when a chunk ends there; at most 1,024 lengths, ascending.
     """
@@ -53,6 +54,7 @@ class GenerationSettings:
     cache_drop: str = ""
     grammar: str = ""
     cache_checkpoints: tuple[int, ...] = ()
+    cache_report: bool = False
 
     def check_annexed(self, stage_index: int, channels: Iterable[ReplyChannel]) -> None:
         """SettingsRefused where log-probabilities would have to pass a channel that has no room for them."""
@@ -96,6 +98,7 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         drop = fields.text_or_absent("cache_drop")
         grammar = fields.text_or_absent("grammar")
         checkpoints = fields.integers_or_absent("cache_checkpoints", 1, I32_MAX)
+        report = fields.boolean_or_absent("cache_report")
         fields.end()
     except RemoteProtocolError as exc:
         raise SettingsRefused(str(exc)) from exc
@@ -108,7 +111,9 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         raise SettingsRefused(
             f"chat sampling metadata: cache_checkpoints must be at most {MAX_CHECKPOINTS} ascending lengths"
         )
-    return GenerationSettings(top, namespace or "", audit or 0, drop or "", grammar or "", checkpoints)
+    return GenerationSettings(
+        top, namespace or "", audit or 0, drop or "", grammar or "", checkpoints, bool(report)
+    )
 
 
 def grammar_start(message: Message) -> int:

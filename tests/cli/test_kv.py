@@ -62,29 +62,36 @@ async def test_looking_inside_and_forgetting() -> None:
                 assert usage["prompt_tokens_details"]["cached_tokens"] == 0
             held = usage["total_tokens"] - 1  # the last one was never computed
             listed = (await run("ls", "--url", f"{url}/v1")).output.splitlines()
-            assert " ".join(listed[0].split()) == "namespace tokens held in state used refs chunks alone"
+            title = "stage namespace tokens held in state used refs chunks alone"
+            assert listed[0].split() == title.split()
             rows = [line.split() for line in listed[1:]]
-            assert [row[1] for row in rows] == [str(held)] * 3
-            assert rows[0][0] == "common"
-            namespaces = [row[0] for row in rows[1:]]
+            assert [(row[0], row[2]) for row in rows] == [(s, str(held)) for s in "000111"]
+            assert rows[0][1] == rows[3][1] == "common"
+            namespaces = [row[1] for row in rows[1:3]]
+            assert namespaces == [row[1] for row in rows[4:]]
             assert len({*namespaces}) == 2
             assert all(len(name) == 16 for name in namespaces)
 
             stats = (await run("stats", "--url", url)).output
-            assert "stage.entries: 3\n" in stats
-            assert "settings.min_tokens: 8\n" in stats
-            assert "chain.lookup_hits: 0\n" in stats
-            assert "stage.counters.misses: 3\n" in stats
+            for index in range(2):
+                assert f"stage {index}: holds.entries: 3\n" in stats
+                assert f"stage {index}: settings.min_tokens: 8\n" in stats
+                assert f"stage {index}: states.writer.stored: 0\n" in stats
+                assert f"stage {index}: states.memory.states: 0\n" in stats
+            assert "chain: lookup_hits: 0\n" in stats
+            assert "stage 0: counters.misses: 3\n" in stats
+            assert "stage 0: activations.misses: 0\n" in stats
             whole = json.loads((await run("ls", "--json", "--url", url)).output)
-            assert [entry["tokens"] for entry in whole["entries"]] == [held] * 3
-            assert "entries" not in json.loads((await run("stats", "--json", "--url", url)).output)
+            assert [[e["tokens"] for e in stage["entries"]] for stage in whole["stages"]] == [[held] * 3] * 2
+            for stage in json.loads((await run("stats", "--json", "--url", url)).output)["stages"]:
+                assert "entries" not in stage
 
             dropped = await run("drop", "--namespace", namespaces[0][:6], "--url", url)
             assert (dropped.exit_code, dropped.output) == (
                 0,
                 "forgotten on every stage; on stage 0 1 entries\n",
             )
-            assert len((await run("ls", "--url", url)).output.splitlines()) == 3
+            assert len((await run("ls", "--url", url)).output.splitlines()) == 5
             for key, known in ((None, True), ("one", False), ("two", True)):
                 cached = (await complete(url, pool, prompt_cache_key=key))["usage"]["prompt_tokens_details"]
                 assert (cached["cached_tokens"] > 0) == known, key

@@ -134,7 +134,7 @@ def test_tenants_never_share(chain: Served) -> None:
     for key, cache_key in keys:
         answer = ask(chain, question(QUESTIONS[1]), key=key, extra_body={"prompt_cache_key": cache_key})
         assert cached(answer) >= answer.usage.prompt_tokens - 1, (key, cache_key)
-    assert report(chain)["stage"]["namespaces"] == len(keys)
+    assert [stage["holds"]["namespaces"] for stage in report(chain)["stages"]] == [len(keys)] * 3
 
 
 def test_clients_that_leave_while_their_prompt_is_restored(chain: Served) -> None:
@@ -168,8 +168,8 @@ def test_many_clients_over_more_prompts_than_sequences(chain: Served) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert {status for statuses in pool.map(client, range(8)) for status in statuses} == {200}
     seen = report(chain)
-    assert seen["stage"]["live"] == 0
-    assert seen["stage"]["counters"]["evicted_resident"] > 0
+    assert [stage["holds"]["live"] for stage in seen["stages"]] == [0] * 3
+    assert all(stage["counters"]["evicted_resident"] > 0 for stage in seen["stages"])
     assert seen["chain"]["lookup_errors"] == 0
 
 
@@ -183,10 +183,13 @@ def test_the_command_that_looks_inside(chain: Served) -> None:
         return process.output()
 
     tokens = answer.usage.total_tokens - (answer.choices[0].finish_reason == "length")
-    line = kv("ls").splitlines()[1]
-    assert re.fullmatch(rf"[0-9a-f]{{16}} +{tokens} +sequence \d+ .*", line)
-    assert "stage.entries: 1" in kv("stats")
-    assert "stage 0 1 entries" in kv("drop", "--namespace", line[:8])
+    lines = kv("ls").splitlines()[1:]
+    for index, line in enumerate(lines):
+        assert re.fullmatch(rf"{index} +[0-9a-f]{{16}} +{tokens} +sequence \d+ .*", line)
+    assert len(lines) == 3
+    stats = kv("stats")
+    assert all(f"stage {index}: holds.entries: 1" in stats for index in range(3))
+    assert "stage 0 1 entries" in kv("drop", "--namespace", lines[0].split()[1][:8])
     assert kv("ls").count("\n") == 0
     assert cached(ask(chain, question(QUESTIONS[3]))) == 0
 

@@ -107,7 +107,7 @@ class ScriptedGenerator:
             gaps=TokenGaps(),
         )
 
-    def cache_report(self) -> dict[str, Any]:
+    async def cache_report(self) -> dict[str, Any]:
         return {"object": "kv_cache", "enabled": False}
 
     async def drop_cache(self, namespace: str) -> int:

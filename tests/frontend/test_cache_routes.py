@@ -15,7 +15,7 @@ async def test_the_report_is_the_generators() -> None:
     async with client(generator) as http:
         answer = await http.get("/kv")
     assert answer.status_code == 200
-    assert answer.json() == generator.cache_report()
+    assert answer.json() == await generator.cache_report()
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ async def test_what_the_trace_points_say(stages: int) -> None:
         ]
         events = chain.events(names.STAGE_KV_RESTORE)
         assert [{key: event[key] for key in saved[0]} for event in events] == saved
-        report = chain.generator.cache_report()
+        report = await chain.generator.cache_report()
         assert report["chain"]["lookup_hits"] == 2 * stages
         assert report["chain"]["hits_by_stage"] == {str(index): 2 for index in range(stages)}
 
@@ -289,7 +289,7 @@ async def test_many_at_once_over_few_prompts() -> None:
             for first in range(6):
                 nursery.start_soon(client, first)
         await settled(chain, 3)
-        report = chain.generator.cache_report()
+        report = await chain.generator.cache_report()
         assert report["chain"]["lookup_errors"] == 0
         assert report["chain"]["lookup_hits"] > 0
 

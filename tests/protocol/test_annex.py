@@ -39,6 +39,7 @@ failures = st.builds(
 annexes = (
     st.builds(ReplyAnnex, log_probabilities=st.lists(positions, min_size=1, max_size=3).map(tuple))
     | st.builds(ReplyAnnex, finish_hint=hints)
+    | st.builds(ReplyAnnex, report=st.text(st.characters(codec="utf-8"), max_size=40))
     | st.builds(
         ReplyAnnex,
         finish_hint=hints,
@@ -58,7 +59,9 @@ LONGEST = ReplyAnnex(
 def pairs(draw: st.DrawFn) -> tuple[Reply, ReplyAnnex | None]:
     reply = draw(replies)
     annex = draw(st.none() | annexes)
-    if annex is not None and len(annex.log_probabilities) != len(reply.predicted_tokens):
+    if annex is None or annex.report is not None:
+        return reply, annex
+    if len(annex.log_probabilities) != len(reply.predicted_tokens):
         annex = attrs.evolve(annex, log_probabilities=(), finish_hint=annex.finish_hint or FinishHint.MAY_END)
     return reply, annex
 
@@ -121,6 +124,14 @@ def test_the_largest_fits() -> None:
     assert decode_annex(data[12:]) == LONGEST
 
 
+def test_a_report_stands_before_any_reply() -> None:
+    annex = ReplyAnnex(report="é" * 24_576)
+    decoder = AnnexedReplyDecoder()
+    decoder.receive_data(encode_annexed_reply(Reply.ack(), annex))
+    assert (decoder.next_reply(), decoder.annex) == (Reply.ack(), annex)
+    assert encode_annex(ReplyAnnex(report="{}")) == struct.pack("<5I", 0x53545841, 1, 10, 8, 2) + b"{}"
+
+
 def test_a_long_reason_is_cut_at_a_character() -> None:
     for count, kept in ((4096, 4096), (4097, 4096)):
         annex = decode_annex(encode_annex(ReplyAnnex(failure=attrs.evolve(FAILURE, reason="x" * count)))[12:])
@@ -138,6 +149,8 @@ def test_a_long_reason_is_cut_at_a_character() -> None:
     [
         (ReplyAnnex(), "at least one part"),
         (ReplyAnnex(finish_hint=FinishHint.MAY_END, failure=FAILURE), "carries nothing else"),
+        (ReplyAnnex(finish_hint=FinishHint.MAY_END, report=""), "a report carries nothing else"),
+        (ReplyAnnex(report="é" * 24_577), "a report of 49154 bytes; at most 49152 can travel"),
         (ReplyAnnex(log_probabilities=(ONE,) * 65), "65 tokens; at most 64"),
         (ReplyAnnex(log_probabilities=(attrs.evolve(ONE, top=ONE.top * 65),)), "65 likeliest tokens"),
         (ReplyAnnex(log_probabilities=(attrs.evolve(ONE, chosen=TokenLogProbability(1, math.nan)),)), "nan"),
@@ -181,7 +194,11 @@ def words(*values: int) -> bytes:
         (words(0x53545841, 1, 65_537), "an annex of 65537 bytes; at most 65536"),
         (framed(b""), "ends inside a field, at byte 0"),
         (framed(words(0)), "annex flags 0x0"),
-        (framed(words(8)), "annex flags 0x8"),
+        (framed(words(16)), "annex flags 0x10; 1, 2, 4 and 8 have a meaning"),
+        (framed(words(8)), "ends inside a field"),
+        (framed(words(8, 49_153)), "a report of 49153 bytes; at most 49152 are allowed"),
+        (framed(words(8, 1) + b"\xff"), "the report is not UTF-8 at byte 0"),
+        (framed(words(10, 1)), "an annex with a report carries something else"),
         (framed(words(1 << 31)), "annex flags 0x80000000"),
         (framed(words(6, 1)), "carries something else"),
         (framed(words(1, 0)), "log-probabilities of 0 tokens; 1 to 64"),
