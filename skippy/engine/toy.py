@@ -8,6 +8,7 @@ sequence changes every later logit. Nothing here is random and nothing waits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ class _Weights:
     raised: IntArray  # [vocab_size], added to the logits in steps
 
     @classmethod
+    @functools.cache
     def of(cls, vocab_size: int, width: int) -> _Weights:
         ids = np.arange(vocab_size, dtype=np.int64)[:, None]
         columns = np.arange(width, dtype=np.int64)[None, :]
@@ -67,7 +69,10 @@ class _Weights:
         head = ((ids * 31 + 7) * (columns * columns + 11) + ids * ids) % 997 + 1
         raised = np.zeros(vocab_size, dtype=np.int64)
         raised[32:127] = _LOGIT_STEPS  # printable ASCII wins, so that greedy output is readable text
-        return cls(token, np.ascontiguousarray(head.T), raised)
+        weights = cls(token, np.ascontiguousarray(head.T), raised)
+        for array in attrs.astuple(weights, recurse=False):
+            array.setflags(write=False)  # many engines share them
+        return weights
 
 
 class ToyEngine(StageEngine):
@@ -197,13 +202,14 @@ class ToyEngine(StageEngine):
         if segment.count == 1:
             return self._run_row(rows[0].tolist(), first, sums)
         positions = np.arange(first, stop, dtype=np.int64)[:, None] * 2654435 + 12289
+        before = np.arange(-1, width - 1)  # of each column the one to its left, and of the first the last
         for index, layer in enumerate(range(self._info.layer_start, self._info.layer_end)):
             terms = (rows * (rows + positions * (layer + 1)) + positions) % _PRIME
             if first:
                 terms[0] += sums[index, first - 1]
             running = np.cumsum(terms, axis=0) % _PRIME
             sums[index, first:stop] = running
-            turned = np.roll(running, 1, axis=1)
+            turned = running.take(before, axis=1)
             rows = (rows * (2 * layer + 3) + running * turned + layer) % _PRIME
         return rows
 

@@ -10,9 +10,12 @@ import attrs
 import trio
 
 from skippy.config import PeerConfig, StageConfig, StagePlacement, StageTopology
+from skippy.frontend.admission import AdmissionGate
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.lanes import LanePool
 from skippy.stage import Stage, open_stage
+from skippy.stage.memory import FrameBudget
+from skippy.stage.scheduler import Scheduler
 
 from .engine import SimClock, SimEngine, VirtualRuntime, open_virtual_runtime
 from .network import SimNetwork
@@ -31,15 +34,19 @@ class FrontEnd:
 
     pool: LanePool
     generator: ChainGenerator
+    gate: AdmissionGate
 
 
 @attrs.define(eq=False)
 class Running:
-    """A stage that is up."""
+    """A stage that is up, and those parts of it that are looked at all the time."""
 
     stage: Stage
     engine: SimEngine
     runtime: VirtualRuntime
+    scheduler: Scheduler
+    frame_budget: FrameBudget
+    sequences: int
 
 
 class SimCluster:
@@ -170,12 +177,20 @@ class SimCluster:
                 nursery = await stack.enter_async_context(trio.open_nursery())
                 self.front = self._open_front(stage)
                 nursery.start_soon(self.front.pool.serve)
-            yield Running(stage, engines[0], runtimes[0])
+            context, engine = stage.context, engines[0]
+            yield Running(
+                stage,
+                engine,
+                runtimes[0],
+                context.scheduler,
+                context.frame_budget,
+                engine.info.max_sequences,
+            )
 
     def _open_front(self, stage: Stage) -> FrontEnd:
         pool = LanePool(stage, self._scenario.lanes)
         generator = ChainGenerator(stage, pool, "toy", self._scenario.openai, new_id=self._new_id)
-        return FrontEnd(pool, generator)
+        return FrontEnd(pool, generator, generator.gate)
 
     def _new_id(self) -> int:
         return self._ids.getrandbits(64) or 1

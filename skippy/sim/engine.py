@@ -21,26 +21,43 @@ from skippy.stage.runtime import MAX_TAKEN_IN, Runtime
 from skippy.stage.work import Work, wake_all
 
 from .network import SimLink, SimNetwork
+from .pipes import park_until
 
 T = TypeVar("T")
 
 
-class SimClock:
+class SimClock(trio.abc.Clock):
     """Trio's time; while an engine computes, that plus how far it has got.
+
+    Trio's time stands still while a task can run, and then goes on to the next deadline.
 
     An engine's thread does not wait for the event loop, so what it sends leaves when it has been computed,
     which is later than the event loop's time. All engines share one clock: one computes at a time, and what
     it was ahead is slept off before anything else runs in its name.
 
     Attributes:
+        time: Trio's, in seconds.
         ahead: seconds.
     """
 
     def __init__(self) -> None:
+        self.time = 0.0
         self.ahead = 0.0
 
     def __call__(self) -> float:
-        return trio.current_time() + self.ahead
+        return self.time + self.ahead
+
+    def start_clock(self) -> None:
+        pass
+
+    def current_time(self) -> float:
+        return self.time
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        """Trio asks when no task can run, and next looks which deadlines have passed."""
+        if self.time < deadline < math.inf:
+            self.time = deadline
+        return 0.0
 
 
 @attrs.frozen(slots=True)
@@ -104,7 +121,7 @@ class SimInbox(Inbox):
 
     def poll(self) -> None:
         """Let those receive that can."""
-        now = trio.current_time()
+        now = self._network.now()
         for descriptor, (link, ready) in list(self._watched.items()):
             if link.descriptor is not None and link.into.next_due <= now and not ready():
                 self.unwatch(descriptor, ready)
@@ -177,7 +194,8 @@ class VirtualRuntime(Runtime):
         self._wake()
 
     def _wake(self) -> None:
-        self._arrived.unpark_all()
+        if self._arrived:
+            self._arrived.unpark_all()
 
     @property
     def idle(self) -> bool:
@@ -196,9 +214,8 @@ class VirtualRuntime(Runtime):
             elif self._stopped and not self._queue:
                 break
             elif not self._queue:
-                due = math.inf if wait is None else trio.current_time() + wait
-                with trio.CancelScope(deadline=min(due, self._inbox.next_due)):
-                    await self._arrived.park()
+                due = math.inf if wait is None else self._clock.time + wait
+                await park_until(self._arrived, min(due, self._inbox.next_due))
         self._inbox.close()
         if self._iterations is not None:
             wake_all(self._iterations.end())

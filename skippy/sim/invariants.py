@@ -19,16 +19,16 @@ def check_always(cluster: SimCluster) -> None:
     for index, running in enumerate(cluster.running):
         if running is None:
             continue
-        context, most = running.stage.context, running.engine.info.max_sequences
-        free, used = context.scheduler.free_sequences, context.frame_budget.used
-        if not 0 <= free <= most:
-            raise Violation(f"{party(index)} has {free} free sequences of {most}")
+        free, used = running.scheduler.free_sequences, running.frame_budget.used
+        if not 0 <= free <= running.sequences:
+            raise Violation(f"{party(index)} has {free} free sequences of {running.sequences}")
         if used < 0:
             raise Violation(f"{party(index)} has given back {-used} bytes of frames that it did not take")
-    if cluster.front is not None:
-        if cluster.front.pool.owed_by_idle:
+    front = cluster.front
+    if front is not None:
+        if front.pool.owed_by_idle:
             raise Violation("a lane is idle that still owes a reply")
-        gate = cluster.front.generator.gate
+        gate = front.gate
         if not 0 <= gate.reserved_tokens <= gate.kv_tokens:
             raise Violation(f"{gate.reserved_tokens} cache positions of {gate.kv_tokens} are reserved")
 

@@ -113,7 +113,7 @@ class Pipe:
         room = self._room(size)
         if room <= 0:
             return views
-        taken, rest = _cut(views, room)
+        taken, rest = (b"".join(views), []) if room == size else _cut(views, room)
         if not self._frame_rest:
             self._frame += 1
             self._frame_byte = 0
@@ -140,13 +140,15 @@ class Pipe:
     def _lies(self) -> bool:
         """Whether the frame that begins now is one that arrives as another."""
         following = self._frame + 1
-        return not self._frame_rest and any(
-            fault.kind is FaultKind.LIE and fault.frame == following for fault in self._faults
+        return (
+            bool(self._faults)
+            and not self._frame_rest
+            and any(fault.kind is FaultKind.LIE and fault.frame == following for fault in self._faults)
         )
 
     def _take(self, data: memoryview) -> None:
         """Put bytes under way, up to a fault, then what the fault does, and so on."""
-        while True:
+        while self._faults:
             fault, distance = self._next_fault(len(data))
             if fault is None:
                 break
@@ -282,7 +284,8 @@ class Pipe:
     # -- the receiver's side ---------------------------------------------------------------------------
 
     def _wake_receiver(self) -> None:
-        self._readable.unpark_all()
+        if self._readable:
+            self._readable.unpark_all()
         self.watcher()
 
     @property
@@ -314,7 +317,8 @@ class Pipe:
         if count:
             self._held -= count
             self._gate = now + self._trickle
-            self._writable.unpark_all()
+            if self._writable:
+                self._writable.unpark_all()
             return count
         if self._chunks or self._end is None or self._end[0] > now:
             return None
@@ -324,10 +328,13 @@ class Pipe:
 
     async def read(self, buffer: memoryview) -> int:
         """As :meth:`read_nowait`, once there is something to say."""
-        await trio.lowlevel.checkpoint()
-        while (count := self.read_nowait(buffer)) is None:
-            with trio.CancelScope(deadline=self.next_due):
-                await self._readable.park()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if (count := self.read_nowait(buffer)) is not None:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return count
+        while count is None:
+            await park_until(self._readable, self.next_due)
+            count = self.read_nowait(buffer)
         return count
 
     @property
@@ -345,6 +352,15 @@ class Pipe:
         self._chunks.clear()
         self._held = 0
         self._wake_receiver()
+
+
+async def park_until(lot: trio.lowlevel.ParkingLot, due: float) -> None:
+    """Park there until unparked, or until a time; a scope for none takes longer than all the rest."""
+    if due == math.inf:
+        await lot.park()
+        return
+    with trio.CancelScope(deadline=due):
+        await lot.park()
 
 
 def _cut(views: Sequence[memoryview], size: int) -> tuple[bytes, list[memoryview]]:

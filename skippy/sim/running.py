@@ -7,7 +7,6 @@ from typing import Final
 
 import attrs
 import trio
-import trio.testing
 
 from skippy.frontend.generation import GenerationRequest
 from skippy.stage.context import HANDSHAKE_SECS
@@ -84,7 +83,8 @@ class _Watch(trio.abc.Instrument):
         self._passes += 1
         try:
             check_always(self._cluster)
-            require(self._passes < MAX_PASSES, "the chain does not come to rest")
+            if self._passes >= MAX_PASSES:
+                raise Violation("the chain does not come to rest")
         except Violation as violation:
             self.violation = str(violation)
             self._scope.cancel()
@@ -123,11 +123,12 @@ class Simulation:
 
     async def _run(self) -> None:
         async with trio.open_nursery() as nursery:
-            cluster_scope = trio.CancelScope()
+            cluster_scope, ended = trio.CancelScope(), trio.Event()
 
             async def serve() -> None:
                 with cluster_scope:
                     await self._cluster.serve()
+                ended.set()
 
             nursery.start_soon(serve)
             with within(START_SECS, "the stages have not started"):
@@ -137,10 +138,7 @@ class Simulation:
             await self._probe()
             cluster_scope.cancel()
             with within(END_SECS, "the chain did not end when it was told to"):
-                while nursery.child_tasks:
-                    await trio.testing.wait_all_tasks_blocked()
-                    if nursery.child_tasks:
-                        await trio.sleep(0.01)
+                await ended.wait()
         check_end(self._network)
 
     # -- phases ----------------------------------------------------------------------------------------

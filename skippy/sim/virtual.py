@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import trio
-import trio.testing
 
 from skippy.stage.clock import measured_on
 from skippy.stage.nurseries import leaves
@@ -32,14 +31,14 @@ def within(secs: float, otherwise: str) -> Iterator[None]:
 def run_virtually(
     main: Callable[[], Awaitable[None]], seed: int, clock: SimClock, trace: Trace
 ) -> str | None:
-    """Run ``main``, whose stages measure on ``clock``, in this thread, which must not run Trio yet.
+    """Run ``main`` on ``clock``, which its stages measure on too, in this thread, which runs no Trio yet.
 
     Returns what does not hold: a Violation's text, or any other error; None where all does.
     """
     handler = LogTrace(trace)
     with _determined(seed), _logged_to(handler), measured_on(clock):
         try:
-            trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+            trio.run(main, clock=clock)
         except BaseExceptionGroup as group:
             return "; ".join(dict.fromkeys(_text(error) for error in leaves(group)))
         except Exception as error:

@@ -207,7 +207,8 @@ async def _admit(context: StageContext, link: Link, handshake: ListenerHandshake
     with trio.move_on_after(math.inf if may_be_plain else HANDSHAKE_SECS):
         while not handshake.admitted:
             await _receive(context, link, handshake)
-            await link.send([handshake.data_to_send()])
+            if answer := handshake.data_to_send():
+                await link.send([answer])
         context.refusals.forget(link.peer)
         return
     raise LinkClosed(f"{link.peer} did not ask for admission within {HANDSHAKE_SECS:g} s")
