@@ -50,7 +50,9 @@ def _response_format(fields: Fields) -> Constraint | None:
     if kind == "json_object":
         schema = form.get("schema")  # as llama.cpp has it
         form.refuse_unknown()
-        return _of_schema({"type": "object"} if schema is None else schema, "response_format.schema")
+        if schema is None:
+            return _of_schema({"type": "object"}, "response_format")
+        return _of_schema(schema, "response_format.schema")
     if form.is_given("json_schema"):
         inner = Fields.of(form.get("json_schema"), "response_format.json_schema")
         name = inner.text("name")

@@ -7,6 +7,7 @@ that an error names the keyword and its place. ``docs/structured-output.md`` lis
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any, Final
 
@@ -35,6 +36,16 @@ _SAYS_NOTHING: Final = frozenset(
         "writeOnly contentMediaType contentEncoding"
     ).split()
 )
+# llguidance's own forms of these know neither how long a month is nor when a minute has 61 seconds.
+_YEAR: Final = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE: Final = (
+    f"({_LEAP_YEAR}-02-29|{_YEAR}-((0[13578]|1[02])-31|(0[13-9]|1[0-2])-(29|30)|"
+    "(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])))"
+)
+_TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_EXACT_FORMATS: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems")
@@ -49,6 +60,7 @@ def schema_rule(schema: Any, path: str) -> str:
     Raises:
         ApiError: 400, naming the keyword and its path.
     """
+    schema = copy.deepcopy(schema)
     _check(schema, path)
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
@@ -67,7 +79,7 @@ def literal(text: str) -> str:
 
 
 def _check(root: Any, root_path: str) -> None:
-    """Refuse what would be passed over, and what is too deep or too much."""
+    """Refuse what would be passed over, and what is too deep or too much; make formats exact."""
     level, count = [(root, root_path)], 0
     for _ in range(MAX_DEPTH):
         below: list[tuple[Any, str]] = []
@@ -77,6 +89,7 @@ def _check(root: Any, root_path: str) -> None:
             if not isinstance(schema, dict):
                 raise ApiError(f"{path} must be a schema: an object, true or false", param=path)
             _check_keywords(schema, path)
+            _prepare(schema)
             below += _inside(schema, path)
         count += len(level)
         if count > MAX_SCHEMAS:
@@ -104,6 +117,21 @@ def _check_keywords(schema: dict[str, Any], path: str) -> None:
         where = f"{path}.minProperties"
         text = f"{where} is {least}; above 1 it can only be met by as many required properties"
         raise ApiError(text, param=where, code="unsupported_model_feature")
+
+
+def _prepare(schema: dict[str, Any]) -> None:
+    """Leave out what says nothing, and put exact patterns in the place of some formats."""
+    schema.pop("uniqueItems", None)  # false
+    form = schema.get("format")
+    pattern = _EXACT_FORMATS.get(form) if isinstance(form, str) else None
+    if pattern is None:
+        return
+    del schema["format"]
+    if "pattern" not in schema:
+        schema["pattern"] = pattern
+    else:
+        parts = schema.get("allOf", [])
+        schema["allOf"] = [*parts, {"pattern": pattern}] if isinstance(parts, list) else parts
 
 
 def _inside(schema: dict[str, Any], path: str) -> list[tuple[Any, str]]:
