@@ -32,6 +32,7 @@ class ChatSettings:
             marks any; ``deepseek``: if not, it is what stands in ``<think>`` tags.
         reasoning_effort: for the template; None: nothing was said.
         variables: for the template.
+        prefill_assistant: an assistant's message at the end is how the answer begins, and not one of its own.
         template: in place of the model's own; None: that.
     """
 
@@ -39,6 +40,7 @@ class ChatSettings:
     reasoning_format: ReasoningFormat = "auto"
     reasoning_effort: str | None = None
     variables: dict[str, Any] = attrs.field(factory=dict)
+    prefill_assistant: bool = True
     template: str | None = None
 
 
@@ -60,6 +62,7 @@ def parse_chat_settings(fields: Fields) -> ChatSettings:
         reasoning_format=reasoning_format,
         reasoning_effort=effort,
         variables=_variables(fields),
+        prefill_assistant=fields.boolean("prefill_assistant", default=True),
         template=template,
     )
 

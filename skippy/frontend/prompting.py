@@ -12,6 +12,7 @@ from skippy.engine import Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .chat_settings import ChatSettings
+from .continuing import split_beginning, thinks
 from .conversation import (
     guarded_message,
     needs_features,
@@ -40,6 +41,8 @@ CHATML_TEMPLATE: Final = (
 )
 
 
+_OPENING: Final = 100
+"""Characters at a rendering's end in which a tag may stand that opens the reasoning."""
 MAX_TEMPLATES: Final = 8
 """Templates of which it is remembered what they can do."""
 
@@ -85,7 +88,8 @@ class PromptBuilder:
             ApiError: 400, the template refused the messages or was stopped, or has no way to do what the
                 settings ask for.
         """
-        segments = await self.render(messages, settings)
+        messages, beginning = self._split(messages, settings)
+        opening, segments = await self._render(messages, beginning, settings)
         text = self._template_text(settings)
         tags = text.reasoning
         if settings.reasoning_format == "none":
@@ -97,13 +101,12 @@ class PromptBuilder:
         tokens = await self._tokenise(self._encode_segments, segments)
         if tags is None and tool_format is None:
             return ChatPrompt(tokens)
-        ending = segments[-1].text.rstrip() if segments and segments[-1].trusted else ""
         reading = AnswerReading(
             tools=tool_format,
             names=use.allowed,
             parallel=use.parallel,
             reasoning=tags,
-            thinks=tags is not None and ending.endswith(tags.begin),
+            thinks=tags is not None and thinks(opening, beginning, tags),
             shown=self._shown(marks(tool_format, tags)),
         )
         return ChatPrompt(tokens, reading)
@@ -113,9 +116,16 @@ class PromptBuilder:
     ) -> list[PromptSegment]:
         """The rendered conversation, in order. Raises as :meth:`chat` does.
 
+        If it ends with the assistant's own words, these are the end, so that the answer goes on from there.
         Texts that contain a special token's text, or might become part of one, are replaced by placeholders
         that nobody can guess before the template runs, and put back afterwards as untrusted segments.
         """
+        return (await self._render(*self._split(messages, settings), settings))[1]
+
+    async def _render(
+        self, messages: Sequence[ChatMessage], beginning: str, settings: ChatSettings
+    ) -> tuple[str, list[PromptSegment]]:
+        """What the template ends with, and the whole with the ``beginning`` of the answer behind it."""
         guard = Guard(self._special)
         use = settings.tool_use
         context = self._context(guard.value(self._variables(settings)))
@@ -130,7 +140,12 @@ class PromptBuilder:
         with self._telemetry.span(names.STAGE_OPENAI_CHAT_TEMPLATE, messages=len(messages)) as span:
             rendered = await self._renderer.render(settings.template or self._template, context)
             span["rendered_chars"] = len(rendered)
-        return guard.segments(rendered)
+        return rendered[-_OPENING:], guard.segments(rendered + guard.text(beginning))
+
+    def _split(
+        self, messages: Sequence[ChatMessage], settings: ChatSettings
+    ) -> tuple[Sequence[ChatMessage], str]:
+        return split_beginning(messages) if settings.prefill_assistant else (messages, "")
 
     async def features(self, settings: ChatSettings = NO_SETTINGS) -> TemplateFeatures:
         """What the template can do; tried out when it is first asked for.
