@@ -9,7 +9,7 @@ import click
 
 from skippy import __version__
 
-from . import chat, child, config_docs, example, failure_table, kv, models, run, serve, sim
+from . import chat, child, config_docs, example, failure_table, kv, models, run, serve, sim, top
 from .errors import explain, report
 
 
@@ -23,6 +23,7 @@ for command in (
     run.run,
     chat.chat,
     kv.kv,
+    top.top,
     models.inspect,
     models.slice_,
     serve.serve_binary,
