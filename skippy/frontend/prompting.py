@@ -21,12 +21,14 @@ from .conversation import (
     template_tools,
 )
 from .errors import ApiError
+from .generation import Constraint
 from .guarding import Guard, PromptSegment, SpecialTexts
 from .prompts import Prompt
 from .schemas import ChatMessage
 from .template_features import TemplateFeatures, TemplateText, probe
 from .templates import TemplateRenderer
-from .tools import THINK, AnswerReading, ToolFormat, marks
+from .tools import THINK, AnswerReading, ReasoningTags, ToolFormat, marks
+from .tools.grammar import CallRules, answer_grammar
 
 T = TypeVar("T")
 
@@ -53,10 +55,12 @@ class ChatPrompt:
 
     Attributes:
         reading: how those are to be read; None: they are text.
+        constraint: what they are held to; None: nothing.
     """
 
     tokens: list[int]
     reading: AnswerReading | None = None
+    constraint: Constraint | None = None
 
 
 class PromptBuilder:
@@ -80,9 +84,18 @@ class PromptBuilder:
         self._text = TemplateText.of(self._template)
         self._features: dict[str, TemplateFeatures] = {}
         self._probing = trio.Lock()
+        self._known_marks: dict[tuple[ToolFormat | None, ReasoningTags | None], dict[str, int]] = {}
 
-    async def chat(self, messages: Sequence[ChatMessage], settings: ChatSettings = NO_SETTINGS) -> ChatPrompt:
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        settings: ChatSettings = NO_SETTINGS,
+        constraint: Constraint | None = None,
+    ) -> ChatPrompt:
         """Prompt tokens of a conversation, ready for the assistant's next words.
+
+        Args:
+            constraint: what the answer is held to, apart from its reasoning and its calls.
 
         Raises:
             ApiError: 400, the template refused the messages or was stopped, or has no way to do what the
@@ -91,25 +104,46 @@ class PromptBuilder:
         messages, beginning = self._split(messages, settings)
         opening, segments = await self._render(messages, beginning, settings)
         text = self._template_text(settings)
-        tags = text.reasoning
-        if settings.reasoning_format == "none":
-            tags = None
-        elif settings.reasoning_format == "deepseek":
-            tags = tags or THINK
-        use = settings.tool_use
+        use, tags = settings.tool_use, text.reasoning
         tool_format = await self._tool_format(text, settings) if use.tools else None
         tokens = await self._tokenise(self._encode_segments, segments)
+        if settings.reasoning_format == "deepseek":
+            tags = tags or THINK
+        in_thought = tags is not None and thinks(opening, beginning, tags)
+        shaped = constraint is not None and not (tags is None and tool_format is None)
+        if use.is_enforced or shaped:
+            calls = None
+            if tool_format is not None:
+                calls = self._call_rules(settings, tool_format, opening + beginning)
+            answer = None if constraint is None else constraint.grammar
+            marked = self._marks(tool_format, tags)
+            grammar = answer_grammar(calls, answer, reasoning=tags, thinks=in_thought, tokens=marked)
+            param = "tool_choice" if use.required else "tools"
+            constraint = Constraint(grammar, param if constraint is None else constraint.param)
+        if settings.reasoning_format == "none":
+            tags, in_thought = None, False
         if tags is None and tool_format is None:
-            return ChatPrompt(tokens)
+            return ChatPrompt(tokens, None, constraint)
         reading = AnswerReading(
             tools=tool_format,
             names=use.allowed,
             parallel=use.parallel,
             reasoning=tags,
-            thinks=tags is not None and thinks(opening, beginning, tags),
-            shown=self._shown(marks(tool_format, tags)),
+            thinks=in_thought,
+            shown=frozenset(self._marks(tool_format, tags).values()),
         )
-        return ChatPrompt(tokens, reading)
+        return ChatPrompt(tokens, reading, constraint)
+
+    def _call_rules(self, settings: ChatSettings, tool_format: ToolFormat, prompt_end: str) -> CallRules:
+        use = settings.tool_use
+        return CallRules(
+            format=tool_format,
+            template=settings.template or self._template,
+            arguments=use.arguments,
+            required=use.required,
+            parallel=use.parallel,
+            prompt_end=prompt_end,
+        )
 
     async def render(
         self, messages: Sequence[ChatMessage], settings: ChatSettings = NO_SETTINGS
@@ -208,16 +242,17 @@ class PromptBuilder:
             "documents": None,
         }
 
-    def _shown(self, texts: Sequence[str]) -> frozenset[int]:
-        """Control tokens that stand for one of ``texts``, and so for nothing in plain detokenised text."""
-        found = set()
-        for text in texts:
-            tokens = self._vocabulary.tokenize(text, add_special=False, parse_special=True)
-            for token in tokens:
-                whole = self._vocabulary.piece(token, special=True)
-                if whole == text.encode() and not self._vocabulary.piece(token):
-                    found.add(token)
-        return frozenset(found)
+    def _marks(self, tools: ToolFormat | None, reasoning: ReasoningTags | None) -> dict[str, int]:
+        """What a parser looks for and is a control token, which stands for nothing in detokenised text."""
+        found = self._known_marks.get((tools, reasoning))
+        if found is None:
+            found = self._known_marks[tools, reasoning] = {}
+            for text in marks(tools, reasoning):
+                for token in self._vocabulary.tokenize(text, add_special=False, parse_special=True):
+                    whole = self._vocabulary.piece(token, special=True)
+                    if whole == text.encode() and not self._vocabulary.piece(token):
+                        found[text] = token
+        return found
 
     async def tokens(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """Prompt tokens of raw text, or of token ids as they are.

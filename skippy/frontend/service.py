@@ -115,13 +115,16 @@ class CompletionService:
         if request.settings.template is not None and not self._options.allows_chat_templates:
             text = "chat_template is not allowed here; the server's operator can, with --allow-chat-templates"
             raise ApiError(text, param="chat_template", code="unsupported_model_feature")
-        if request.settings.tool_use.required:
-            text = "tool_choice can be 'auto' or 'none' here: calls cannot be enforced"
-            raise ApiError(text, param="tool_choice", code="unsupported_model_feature")
+        if request.settings.tool_use.required and request.constraint is not None:
+            text = f"{request.constraint.param} says what an answer looks like, but tool_choice allows none"
+            raise ApiError(text, param=request.constraint.param)
         with self._preparing(caller):
-            prompt = await self._prompts.chat(request.messages, request.settings)
+            prompt = await self._prompts.chat(request.messages, request.settings, request.constraint)
+        if prompt.constraint is not None and request.sampling.ignores_eos:
+            text = f"ignore_eos must not be true where {prompt.constraint.param} says how the answer ends"
+            raise ApiError(text, param="ignore_eos")
         generation = self._generation_request(request, prompt.tokens, "messages", caller)
-        return [attrs.evolve(generation, reading=prompt.reading)]
+        return [attrs.evolve(generation, reading=prompt.reading, constraint=prompt.constraint)]
 
     async def completion(self, body: bytes, caller: Caller) -> Response:
         """Answer ``POST /v1/completions``. Raises as :meth:`chat` does."""

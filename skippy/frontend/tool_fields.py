@@ -8,7 +8,9 @@ from typing import Any, Final, Literal, cast
 
 import attrs
 
+from .errors import ApiError
 from .fields import Fields, describe
+from .json_schema import schema_rule
 from .tools import ToolCall
 
 MAX_TOOLS: Final = 128
@@ -48,12 +50,20 @@ class ToolUse:
         required: the answer must be a call.
         allowed: names of those it may call; all of ``tools`` unless the choice says otherwise.
         parallel: whether one answer may have several calls.
+        arguments: for each of the tools that may be called, what stands for its arguments in a grammar. They
+            are held to its schema if it is strict, or if there must be a call.
     """
 
     tools: tuple[Tool, ...] = ()
     required: bool = False
     allowed: frozenset[str] = frozenset()
     parallel: bool = True
+    arguments: dict[str, str] = attrs.field(factory=dict, eq=False)
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether a grammar must hold the answer to its calls."""
+        return self.required or any(tool.strict for tool in self.tools if tool.name in self.allowed)
 
 
 def parse_tool_use(fields: Fields) -> ToolUse:
@@ -69,7 +79,24 @@ def parse_tool_use(fields: Fields) -> ToolUse:
     mode, names = _choice(fields, [tool.name for tool in tools])
     if mode == "none":
         return ToolUse()
-    return ToolUse(tools=tools, required=mode == "required", allowed=names, parallel=parallel)
+    required = mode == "required"
+    arguments = {
+        tool.name: _arguments_rule(tool, required, f"{fields.path('tools')}[{index}].function.parameters")
+        for index, tool in enumerate(tools)
+        if tool.name in names
+    }
+    return ToolUse(tools=tools, required=required, allowed=names, parallel=parallel, arguments=arguments)
+
+
+def _arguments_rule(tool: Tool, required: bool, path: str) -> str:
+    """What stands for a tool's arguments in a grammar. Raises ApiError: its schema cannot be enforced."""
+    if not (required or tool.strict):
+        return schema_rule({"type": "object"}, path)
+    schema = tool.parameters or {}
+    if schema.get("type", "object") != "object":
+        text = "must be 'object': arguments have names"
+        raise ApiError(f"{path}.type {text}", param=f"{path}.type")
+    return schema_rule({**schema, "type": "object"}, path)
 
 
 def _tools(fields: Fields) -> tuple[Tool, ...]:
