@@ -332,7 +332,15 @@ class ChainStream:
         restored = await restorer.restore(lane, request, self._tokens, plan)
         times.append(trio.current_time() if plan.length else times[0])
         ends = () if is_replay else plan.checkpoints  # whose settings were sent before anything was known
-        first = await prefill.run(lane, request, self._tokens, restored.length, plan.schedule, ends)
+        first = await prefill.run(
+            lane,
+            request,
+            self._tokens,
+            restored.length,
+            plan.schedule,
+            ends,
+            joined=restorer.joins(request, plan, restored),
+        )
         times.append(trio.current_time())
         first = restored.first or first
         if not self._fed:

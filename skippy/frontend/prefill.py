@@ -67,8 +67,12 @@ class Prefill:
         held: int = 0,
         schedule: Sequence[int] = (),
         checkpoints: Sequence[int] = (),
+        *,
+        joined: bool = False,
     ) -> PendingReply | None:
         """Send, behind the settings, every prompt token but the last; that one is the first decode step.
+
+        Where that is ``joined`` with the last chunk, which predicts then, returns its prediction's place.
 
         With ``generated``, which a lane that was lost had come to, the whole prompt and then those are sent.
         The last stage takes all of them into its sampler and draws only what follows the last one: returns
@@ -80,6 +84,7 @@ class Prefill:
                 last one is never among them.
             schedule: sizes of the first chunks, where they are not free.
             checkpoints: behind which tokens a chunk must end, ascending.
+            joined: spares the stages a pass for one token, where the prompt's rows are few.
 
         Cancellation: between two chunks, or in one that may have run here and not further down.
         """
@@ -88,10 +93,10 @@ class Prefill:
         place = None
         with self._telemetry.span(names.STAGE_OPENAI_PREFILL, request_id=request_id) as span:
             few = len(generated) <= MAX_REPLAY_TOKENS
-            prefilled = prompt[:-1] if few else prompt
-            total = len(prefilled) if few else len(prompt) + len(generated)
+            prefilled = prompt[:-1] if few and not joined else prompt
+            total = len(prefilled) + (0 if few else len(generated))
             feed = self._feed(pooled, total - held, schedule, checkpoints)
-            await feed.prefill(prefilled, held)
+            place = await feed.prefill(prefilled, held, predicts=joined and not generated)
             if generated:
                 feed.largest = 1 if few else self._max_chunk
                 await feed.prefill(prompt, max(held, len(prefilled)))
@@ -188,16 +193,26 @@ class _Feed:
     def _next_size(self) -> int:
         return min(self._size(len(self.sizes)), self.largest)
 
-    async def prefill(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Send the first tokens of the request, those from ``start`` on."""
+    async def prefill(
+        self, tokens: Sequence[int], start: int = 0, *, predicts: bool = False
+    ) -> PendingReply | None:
+        """Send the first tokens of the request, those from ``start`` on.
+
+        ``predicts``: they are all of the prompt; returns the place of what follows it.
+        """
+        place = None
         while start < len(tokens):
             end = next((end for end in self.ends if end > start), len(tokens))
             chunk = tokens[start : min(end, start + self._next_size())]
-            number = len(self.sizes)
-            await self._send(
-                MessageKind.PREFILL_EMBD, start, chunk, seq_id=number, prompt_token_count=len(tokens)
-            )
+            header = {"seq_id": len(self.sizes), "prompt_token_count": len(tokens)}
+            if predicts and start + len(chunk) == len(tokens):
+                place = await self._send(
+                    MessageKind.PREFILL_FINAL_EMBD, start, chunk, decode_step=0, **header
+                )
+            else:
+                await self._send(MessageKind.PREFILL_EMBD, start, chunk, **header)
             start += len(chunk)
+        return place
 
     async def replay(self, prompt_tokens: int, generated: Sequence[int], done: int = 0) -> PendingReply:
         """Send what was generated behind the prompt, but for the first ``done``; the place of what follows.

@@ -179,6 +179,20 @@ class Restorer:
             span["lookup_errors"] = stats.kv_lookup_errors
         return restored
 
+    def joins(self, request: GenerationRequest, plan: Plan, restored: Restored) -> bool:
+        """Whether the prompt's last token is to go with the chunk before it, behind what was restored.
+
+        Not where the stages keep their state as it is before that token, for equal prompts; nor where stage 0
+        has more than was restored, and perhaps the boundary of whole chunks; nor in safe mode, where an equal
+        prompt, whose last token runs alone, has to be given the same bits.
+        """
+        return (
+            self._cache is not None
+            and self._cache.sliceable
+            and not self._cache.scheduler.safe
+            and 0 < restored.length == plan.length < len(request.prompt) - 1
+        )
+
     async def _fused(
         self, pooled: PooledLane, request: GenerationRequest, tokens: tuple[int, ...]
     ) -> tuple[Restored, ReplyStats]:

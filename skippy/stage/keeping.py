@@ -8,7 +8,6 @@ step: calls run in that order, and before rows that were submitted later.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -31,6 +30,22 @@ class RestoreFailed(Exception):
 
 
 @attrs.define(slots=True, eq=False)
+class Copy:
+    """A copy of the first ``length`` positions of a sequence: an engine call, and what has come of it."""
+
+    source: int
+    target: int
+    length: int
+    error: Exception | None = None
+
+    def __call__(self, engine: StageEngine) -> None:
+        try:
+            engine.copy(self.source, self.target, self.length)
+        except (EngineError, ValueError) as exc:
+            self.error = exc
+
+
+@attrs.define(slots=True, eq=False)
 class Restored:
     """A prefix in a sequence that is a session's own, and no row behind it yet.
 
@@ -39,6 +54,7 @@ class Restored:
             were computed, as :class:`Entry` has it.
         entry: the session's entry in the index, where the sequence was taken out of it; None: it is a copy.
         length: how many of them the session uses.
+        copy: what fills the sequence, until :meth:`StageCache.complete`; None: nothing has to.
     """
 
     sequence: int
@@ -47,6 +63,7 @@ class Restored:
     _schedule: tuple[int, ...]
     _alone: bool
     length: int
+    copy: Copy | None = None
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -118,11 +135,11 @@ class StageCache:
     async def restore(self, namespace: str, tokens: Sequence[int], *, whole: bool) -> Restored | None:
         """The longest prefix of ``tokens`` that is remembered, in a sequence for a session; None for a miss.
 
-        The sequence is the caller's, to :meth:`undo` or to run rows in. ``whole``: all of the tokens, or
-        nothing. Waits for an empty sequence where one is needed and sessions have all.
+        The sequence is the caller's, to :meth:`undo`, or to :meth:`complete` and run rows in. ``whole``: all
+        of the tokens, or nothing. Waits for an empty sequence where one is needed and sessions have all.
 
         Raises:
-            RestoreFailed: it was found, and could not be copied or imported.
+            RestoreFailed: it was found, and could not be imported.
             RequestFailed: no sequence within the time for it.
         """
         sequence: int | None = None
@@ -160,26 +177,43 @@ class StageCache:
         return restored
 
     async def _copy(self, match: Match[State], target: int) -> Restored:
-        """Copy the entry's sequence, or import its state, into an empty sequence."""
-        entry, counters = match.entry, self.index.counters
+        """Begin to copy the entry's sequence, or import its state, into an empty sequence."""
+        entry = match.entry
         restored = _restored(target, match, None)
+        if entry.sequence is not None:
+            restored.copy = Copy(entry.sequence, target, match.length)
+            self.scheduler.post(restored.copy)
+            return restored
         try:
-            if entry.sequence is not None:
-                copy = functools.partial(_copy, source=entry.sequence, target=target, length=match.length)
-                await self.scheduler.run(copy)
-                counters.copies += 1
-            else:
-                await self._import(entry, target)
-                counters.imports += 1
+            await self._import(entry, target)
         except BaseException as exc:
             self.scheduler.release_sequence(target)
             if not isinstance(exc, (EngineError, ValueError, StateLost)):
                 raise
-            counters.errors += 1
-            log.warning("a remembered prefix could not be restored", tokens=match.length, error=str(exc))
-            raise RestoreFailed(str(exc)) from exc
+            raise self._failed(match.length, exc) from exc
+        self.index.counters.imports += 1
         self._count_hit(match.length)
         return restored
+
+    async def complete(self, restored: Restored) -> None:
+        """Wait until what was restored is there; once for each.
+
+        Raises:
+            RestoreFailed: it could not be copied; it is still to be undone.
+        """
+        copy, restored.copy = restored.copy, None
+        if copy is None:
+            return
+        await self.scheduler.run(lambda _: None)  # calls run in order
+        if copy.error is not None:
+            raise self._failed(copy.length, copy.error) from copy.error
+        self.index.counters.copies += 1
+        self._count_hit(copy.length)
+
+    def _failed(self, length: int, exc: BaseException) -> RestoreFailed:
+        self.index.counters.errors += 1
+        log.warning("a remembered prefix could not be restored", tokens=length, error=str(exc))
+        return RestoreFailed(str(exc))
 
     async def _import(self, entry: KvEntry, target: int) -> None:
         """What cannot be imported once never can, and is forgotten."""
@@ -357,7 +391,3 @@ def _restored(sequence: int, match: Match[State], entry: KvEntry | None) -> Rest
     source, length = match.entry, match.length
     schedule, whole = cut_schedule(source.schedule, length)
     return Restored(sequence, source.tokens[:length], entry, schedule, source.alone and whole, length)
-
-
-def _copy(engine: StageEngine, source: int, target: int, length: int) -> None:
-    engine.copy(source, target, length)

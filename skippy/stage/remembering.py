@@ -24,8 +24,8 @@ class RememberedSession(StageSession):
     async def restore(self, tokens: Sequence[int], *, whole: bool) -> int:
         """Look for a prefix of ``tokens`` and take it into the session; returns its length, 0 for a miss.
 
-        What was restored before, with no row behind it, is given back. Call :meth:`settle` with what comes of
-        it before anything else. Raises as :meth:`StageCache.restore`.
+        What was restored before, with no row behind it, is given back. Call :meth:`complete`, and
+        :meth:`settle` with what comes of it, before anything else. Raises as :meth:`StageCache.restore`.
 
         Raises:
             RemoteProtocolError: the session holds rows of its own.
@@ -47,6 +47,13 @@ class RememberedSession(StageSession):
         self.sequence = restored.sequence
         holding.hold(restored)
         return restored.length
+
+    async def complete(self) -> None:
+        """Wait for what :meth:`restore` has found. Raises as :meth:`StageCache.complete`."""
+        holding = self.holding
+        assert holding is not None
+        if holding.restored is not None:
+            await holding.cache.complete(holding.restored)
 
     def settle(self, message: Message, length: int) -> None:
         """The session is to hold ``length`` of the positions restored for ``message``. Never waits."""

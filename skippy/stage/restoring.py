@@ -81,10 +81,13 @@ class Restores(Steps):
         """Restore what all stages have: with ``whole`` all of the prefix, or nothing."""
         session, tokens = self._ensure_session(), message.tokens
         kind = MessageKind.RESTORE_PREFILL if whole and self._negotiated else message.kind
-        length, stats = await self._recall(session, tokens, whole)
+        length, stats = await self._begin_recall(session, tokens, whole)
         if length:
             asked = length
+            # The stages behind restore theirs while this one does.
             length, below = await self._ask_below(message, length, kind)
+            if not await self._complete(session):
+                length, stats = 0, _ERROR
             stats = merge(stats, below)
             if 0 < length < asked and not session.sliceable:
                 # Less of it is another entry, and perhaps a shorter one: all take that then, or none.
@@ -105,11 +108,27 @@ class Restores(Steps):
         self, session: RememberedSession, tokens: Sequence[int], whole: bool
     ) -> tuple[int, ReplyStats]:
         """How much of the prefix is in the session now, and what that is for the statistics."""
+        length, stats = await self._begin_recall(session, tokens, whole)
+        return (length, stats) if not length or await self._complete(session) else (0, _ERROR)
+
+    async def _begin_recall(
+        self, session: RememberedSession, tokens: Sequence[int], whole: bool
+    ) -> tuple[int, ReplyStats]:
+        """:meth:`_recall` before it is certain: how much of the prefix there is."""
         try:
             length = await session.restore(tokens, whole=whole)
         except RestoreFailed:
             return 0, _ERROR
         return length, HIT if length else MISS
+
+    async def _complete(self, session: RememberedSession) -> bool:
+        """Wait until the session has what was found; False where it has nothing, after all."""
+        try:
+            await session.complete()
+        except RestoreFailed:
+            session.unrestore()
+            return False
+        return True
 
     async def _ask_below(self, message: Message, length: int, kind: MessageKind) -> tuple[int, ReplyStats]:
         """How much of ``length`` tokens the stages behind this one have too, and their statistics."""

@@ -155,6 +155,27 @@ async def test_a_prompt_that_begins_like_another(stages: int) -> None:
         assert timings.cached_tokens == len(PROMPT)
 
 
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+async def test_a_new_tail_takes_one_pass(sampling: SamplingConfig | None) -> None:
+    """The prompt's last token goes with the last chunk behind what was restored, and that chunk predicts."""
+    tail = list(b"walks away from it all")
+    prompt = [*PROMPT[:30], *tail]
+    async with caching_chain() as chain:
+        await chain.generate(request(PROMPT))
+        kinds = (K.PREFILL_EMBD, K.PREFILL_FINAL_EMBD, K.DECODE_EMBD)
+        before = [chain.count(kind) for kind in kinds]
+        tokens, timings = await chain.generate(request(prompt, sampling=sampling))
+        assert tokens == unsplit_tokens(prompt, 12, sampling)
+        assert (timings.cached_tokens, timings.prefill_tokens) == (30, len(tail) - 1)
+        chunks = -(-len(tail) // CHUNK)
+        sent = [chain.count(kind) - then for kind, then in zip(kinds, before, strict=True)]
+        assert sent == [chunks - 1, 1, 11]
+        # Of the same prompt again only the last token is left, which the chain restores and decodes at once.
+        tokens, _ = await chain.generate(request(prompt, sampling=sampling))
+        assert tokens == unsplit_tokens(prompt, 12, sampling)
+        assert chain.count(K.PREFILL_FINAL_EMBD) - before[1] == 1
+
+
 async def test_what_stage_0_does_not_have_is_not_asked_for() -> None:
     async with caching_chain() as chain:
         await chain.generate(request(PROMPT))

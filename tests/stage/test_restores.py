@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import attrs
 import pytest
 import trio
 
+from skippy.engine.toy import ToyEngine
 from skippy.protocol import MessageKind, Reply, ReplyKind, ReplyStats, SamplingConfig
 from skippy.stage import GenerationSettings
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
@@ -54,6 +57,27 @@ async def test_what_every_stage_says_of_a_hit(stages: int) -> None:
             assert await driver.ask(K.RESTORE_PREFILL, 0, PROMPT[:9]) == hit(stages, 9)
             assert (await driver.ask(K.STOP)).kind is ReplyKind.ACK
             await wait_for_sequences(cluster)
+
+
+async def test_stages_copy_what_they_have_at_the_same_time() -> None:
+    """A stage asks the next one while its own copy is under way."""
+    copying = [threading.Event(), threading.Event()]
+
+    class Copying(ToyEngine):
+        def copy(self, source: int, target: int, length: int | None = None) -> None:
+            last = int(self.info.is_last)
+            copying[last].set()
+            assert copying[1 - last].wait(10), "the stages copy one after the other"
+            super().copy(source, target, length)
+
+    prompt = [*PROMPT[:20], *b"|goes on in another way"]
+    with trio.fail_after(30):
+        async with cached_cluster(2, make_engine=Copying) as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPT, 3)
+            await wait_for_sequences(cluster)
+            answer = await complete(driver, prompt, 6)
+            assert (answer.restored, answer.tokens) == (20, unsplit_tokens(prompt, 6))
+            assert [each.copies for each in counters(cluster)] == [1, 1]
 
 
 @all_chains
