@@ -5,9 +5,10 @@
 Every now and then the clients pause until the chain has come to rest. At rest, nothing may be held that was
 not held at an early rest: every lane is idle, every sequence free, and there are no more tasks, threads and
 descriptors; at the end the memory of each process that has lived since the first third of the run may be at
-most 2 % above what it was then, unless the run is below 5 minutes. Requests may end in an answer, a refusal
-or an error of their own kind, and in nothing else, except where stage 0 itself was killed, which is early
-alone; later, stages in between are.
+most 2 % above what it was then, unless the run is below 5 minutes. What the stages remember of prompts is
+bounded, but only grows until it is full: the clients fill it before memory is judged. Requests may end in
+an answer, a refusal or an error of their own kind, and in nothing else, except where stage 0 itself was
+killed, which is early alone; later, stage 1 is, so that of four stages one in between lives, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import attrs
 import trio
 
 from skippy.cli.demo import find_model
+from skippy.config import KvCacheConfig
 from skippy.stage.nurseries import leaves
 
 from .common import BenchError, Report, Spread, machine, parser, percentile, table
@@ -46,6 +48,7 @@ SAMPLE_EVERY_SECS: Final = 2.0
 REST_EVERY_SECS: Final = 60.0
 FRONT_PART: Final = 0.2
 """Of the run, in which stage 0 and the last stage may be killed, too: their memory is judged afterwards."""
+FILL_PROMPTS: Final = 2 * KvCacheConfig().max_entries
 REST_TRIES: Final = 30
 REST_SECS: Final = 60.0
 """Longest until a chain that nobody asks is at rest; a thread that has nothing to do stays for 10."""
@@ -233,12 +236,16 @@ class Soak:
                 nursery.start_soon(self._client, random.Random(self._chance.random() + number))
             if self._kill_every:
                 nursery.start_soon(self._kill)
+            filled = False
             while self.part < 1:
                 began = self.now
                 while self.part < 1 and self.now - began < REST_EVERY_SECS:
                     await trio.sleep(SAMPLE_EVERY_SECS)
                     await self._sample(rest=False)
                 await self._come_to_rest()
+                if not filled and self.part >= FRONT_PART:
+                    filled = True
+                    await self._come_to_rest(fill=True)
             nursery.cancel_scope.cancel()
 
     # -- clients ---------------------------------------------------------------------------------------
@@ -268,20 +275,30 @@ class Soak:
             self.reasons[re.sub(r"\d+", "N", outcome.detail)[:140]] += 1
         self.given_up += outcome.cancelled_or_broken
 
-    async def _come_to_rest(self) -> None:
-        """Let requests end, and look at what is left; clients go on afterwards."""
+    async def _come_to_rest(self, *, fill: bool = False) -> None:
+        """Let requests end, and look at what is left; clients go on afterwards.
+
+        Args:
+            fill: first ask for as much as the stages remember, and as much again.
+        """
         self._pause, self._resumed = True, trio.Event()
         while self._busy:
             await self._quiet.park()
         async with trio.open_nursery() as nursery:  # a lane that was never used has no return stream
             for _ in range(LANES):
                 nursery.start_soon(one_request, self._target, Habit.READ, self._chance)
+                if fill:
+                    nursery.start_soon(self._fill_caches)
         for _ in range(REST_TRIES):
             if await self._sample(rest=True):
                 break
             await trio.sleep(REST_SECS / REST_TRIES)
         self._pause = False
         self._resumed.set()
+
+    async def _fill_caches(self) -> None:
+        for _ in range(FILL_PROMPTS // LANES):
+            self._judge(await one_request(self._target, Habit.FILL, self._chance), self.now)
 
     # -- processes -------------------------------------------------------------------------------------
 
@@ -332,7 +349,7 @@ class Soak:
             if self._pause:
                 continue
             stages = self._server.stages
-            names = range(stages) if self.part < FRONT_PART else range(1, stages - 1)
+            names = range(stages) if self.part < FRONT_PART else range(1, min(2, stages - 1))
             if not names:
                 return
             name = f"stage-{self._chance.choice(names)}"

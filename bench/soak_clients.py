@@ -17,6 +17,8 @@ from .http_stream import BadResponse, ResponseReader, load_event, request_head
 
 REQUEST_SECS: Final = 90.0
 """Longest that any request may take, one that is replayed or waits for a stage included."""
+FILL_WORDS: Final = 120
+"""More tokens than any other client's prompt and answer together."""
 _RESET: Final = struct.pack("ii", 1, 0)
 _READ_BYTES: Final = 65536
 
@@ -32,6 +34,7 @@ class Habit(enum.Enum):
     STALL = "reads nothing for a while, then leaves"
     CUT_REQUEST = "leaves within its request"
     NONSENSE = "asks for what there is not"
+    FILL = "reads to the end, and asks for what is worth remembering"
 
 
 WEIGHTS: Final = {
@@ -98,7 +101,7 @@ async def one_request(target: Target, habit: Habit, chance: random.Random) -> Ou
 
 
 def _body(target: Target, habit: Habit, chance: random.Random) -> dict[str, Any]:
-    words = chance.choice([2, 10, 40])
+    words = FILL_WORDS if habit is Habit.FILL else chance.choice([2, 10, 40])
     body: dict[str, Any] = {
         "model": target.model,
         "prompt": " ".join(chance.choice(["sea", "sky", "one", "two", "red"]) for _ in range(words)),
@@ -109,7 +112,7 @@ def _body(target: Target, habit: Habit, chance: random.Random) -> dict[str, Any]
     }
     if habit is Habit.NONSENSE:
         body |= chance.choice([{"model": "none"}, {"max_tokens": -1}, {"prompt": "word " * 5000}])
-    elif habit is not Habit.READ:
+    elif habit not in (Habit.READ, Habit.FILL):
         body["max_tokens"] = 40  # so that there is something to leave
     return body
 
