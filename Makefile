@@ -20,13 +20,14 @@ FUZZ_SECONDS ?= 60
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: help run test lint types imports unit bench soak faults fuzz mutants sim format docs clean
+.PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim format docs clean
 
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
 	@echo "make test   lint, types, import rules and all tests"
 	@echo "make bench  measure the chain (ARGS=... for that), the server against llama.cpp's, hops and slow links"
 	@echo "make soak   clients that leave and break off, and stages that die: what is left? make faults: the failure table"
+	@echo "make schemas    200 random JSON schemas on the bundled model: are the answers valid, and do they end?"
 	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
 	@echo "make sim    simulate chains that fail, SIM_SEEDS of them (ARGS=... for skippy sim)"
 	@echo "also: lint types imports unit format docs clean"
@@ -62,6 +63,10 @@ soak: $(VENV)/.stamp-bench $(VENV)/.stamp-model
 
 faults: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 	$(BIN)/python -m bench.faults $(ARGS)
+
+# The first 20 of these are asked in make test; docs/structured-output.md has the figures.
+schemas: $(VENV)/.stamp-bench $(VENV)/.stamp-dev $(VENV)/.stamp-model
+	$(BIN)/python -m bench.schemas $(ARGS)
 
 # The second half is coverage-guided and wants atheris, which is there for Linux. docs/fuzzing.md has figures.
 fuzz: $(VENV)/.stamp-dev
