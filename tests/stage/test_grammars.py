@@ -13,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from skippy.config import KvCacheConfig
 from skippy.engine import Segment
 from skippy.engine.grammar import GrammarVocabulary
 from skippy.engine.toy import ToyEngine
@@ -206,6 +207,28 @@ async def test_a_lost_stage_changes_nothing(autojump_clock: trio.testing.MockClo
         async with lossy_chain() as chain:
             chain.transport.fate = once(PORTS["return stream"], number, "lose")
             assert await generate(chain.generator, held(sampling=SAMPLED)) == right
+        assert chain.replays == ["begin", "end"]
+
+
+async def test_what_is_remembered_of_a_prompt_goes_with_every_grammar(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Known answers belong to their grammar; what is restored is fed to it where it was generated."""
+    other = "start: /[0-9]{12}/"
+    kv = KvCacheConfig(mode="lookup-record", min_tokens=8)
+    async with lossy_chain(kv=kv) as chain:
+        for _ in range(2):
+            for grammar in (WORDS, other):
+                expected = unsplit_held(grammar, None, 40)
+                assert await generate(chain.generator, held(grammar)) == expected
+            free = await generate(chain.generator, GenerationRequest(prompt=PROMPT, max_tokens=6))
+            assert free == unsplit_tokens(PROMPT, 6)
+        # All of it restored, generated tokens among them, behind the loss of a stage.
+        chain.transport.fate = once(
+            PORTS["return stream"], chain.transport.count(PORTS["return stream"]) + 9, "lose"
+        )
+        right = unsplit_held(WORDS, SAMPLED, 40)
+        assert await generate(chain.generator, held(sampling=SAMPLED)) == right
         assert chain.replays == ["begin", "end"]
 
 
