@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from skippy.stage import SettingsRefused, StageError
+from skippy.stage.grammars import Grammars, GrammarsBusy
+
 from .errors import ApiError
 from .fields import Fields
 from .gbnf import GbnfError, gbnf_to_lark
-from .generation import Constraint
+from .generation import Constraint, GenerationError, InvalidGrammar, TooManyRequests
 from .json_schema import schema_rule
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -87,3 +90,22 @@ def _grammar(fields: Fields) -> Constraint | None:
         return Constraint(gbnf_to_lark(text), "grammar")
     except GbnfError as error:
         raise fields.error("grammar", f"is no GBNF that can be used: {error}") from error
+
+
+async def check_constraint(constraint: Constraint, grammars: Grammars) -> None:
+    """Compile a request's grammar for a test, as the last stage will, before it costs a lane.
+
+    Raises:
+        InvalidGrammar: what is wrong with it.
+        TooManyRequests: too many wait to be compiled.
+        GenerationError: none can be compiled.
+    """
+    try:
+        await grammars.check(constraint.grammar)
+    except SettingsRefused as exc:
+        text = f"{constraint.param} cannot be used: {str(exc).removeprefix('grammar: ')}"
+        raise InvalidGrammar(text, constraint.param) from exc
+    except GrammarsBusy as exc:
+        raise TooManyRequests(str(exc)) from exc
+    except StageError as exc:
+        raise GenerationError(str(exc)) from exc

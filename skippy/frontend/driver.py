@@ -20,6 +20,7 @@ from skippy.telemetry import Level, Telemetry, names
 
 from .admission import Admission, AdmissionGate
 from .cache_view import ChainCaches
+from .constraints import check_constraint
 from .decoding import DecodeLoop, Token
 from .embedding import Embedder, Vector
 from .generation import (
@@ -28,7 +29,6 @@ from .generation import (
     GenerationError,
     GenerationRequest,
     HitKind,
-    InvalidGrammar,
     InvalidSampling,
     Timings,
 )
@@ -138,7 +138,7 @@ class ChainGenerator:
         return self.gate.preparing()
 
     async def _check(self, request: GenerationRequest) -> int:
-        """How many tokens the prompt has. Raises ContextLengthExceeded, InvalidGrammar."""
+        """How many tokens the prompt has. Raises ContextLengthExceeded, or as :func:`check_constraint`."""
         count, limit = len(request.prompt), self.context_length
         if not 0 < count < limit:
             raise ContextLengthExceeded(
@@ -146,15 +146,8 @@ class ChainGenerator:
                 if count
                 else "the prompt is empty"
             )
-        if (constraint := request.constraint) is not None:
-            try:
-                await self._stage.context.grammars.check(constraint.grammar)
-            except SettingsRefused as exc:
-                reason = str(exc).removeprefix("grammar: ")
-                text = f"{constraint.param} cannot be used: {reason}"
-                raise InvalidGrammar(text, constraint.param) from exc
-            except StageError as exc:
-                raise GenerationError(str(exc)) from exc
+        if request.constraint is not None:
+            await check_constraint(request.constraint, self._stage.context.grammars)
         return count
 
     async def share(self, request: GenerationRequest) -> int:

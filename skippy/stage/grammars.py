@@ -29,6 +29,14 @@ MAX_REMEMBERED: Final = 1024
 """Grammars whose answers are known without asking again."""
 
 
+MAX_WAITING: Final = 64
+"""Grammars that may wait for their turn."""
+
+
+class GrammarsBusy(RequestFailed):
+    """Too many grammars wait to be compiled; nothing is wrong with this one."""
+
+
 class Grammars:
     """Checks and compiles the grammars that requests bring.
 
@@ -64,6 +72,7 @@ class Grammars:
 
         Raises:
             SettingsRefused: what is wrong with it.
+            GrammarsBusy: MAX_WAITING others wait already.
             RequestFailed: there is no process to compile it.
         """
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
@@ -71,16 +80,23 @@ class Grammars:
                 f"grammar: it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed"
             )
         key = hashlib.sha256(grammar.encode()).digest()
+        error = self._known.get(key)
+        if error is None:
+            error = await self._ask_in_turn(key, grammar)
+        self._known.move_to_end(key)
+        if error:
+            raise SettingsRefused(f"grammar: {error}")
+
+    async def _ask_in_turn(self, key: bytes, grammar: str) -> str:
+        if self._asking.statistics().tasks_waiting >= MAX_WAITING:
+            raise GrammarsBusy(f"{MAX_WAITING} grammars wait to be compiled; try again when some have been")
         async with self._asking:
             error = self._known.get(key)
             if error is None:
-                error = await self._ask(grammar)
-                self._known[key] = error
+                error = self._known[key] = await self._ask(grammar)
                 if len(self._known) > MAX_REMEMBERED:
                     self._known.popitem(last=False)
-            self._known.move_to_end(key)
-        if error:
-            raise SettingsRefused(f"grammar: {error}")
+            return error
 
     async def _ask(self, grammar: str) -> str:
         vocabulary = self._vocabulary
@@ -91,7 +107,8 @@ class Grammars:
         try:
             reply = await self._worker.ask(job) if self._threads else check(job)
         except JobFailed as exc:
-            return f"compiling it failed: {exc}"
+            # Not remembered: on a busy machine it may be no fault of the grammar.
+            raise SettingsRefused(f"grammar: compiling it failed: {exc}") from exc
         except WorkerFailed as exc:
             log.exception("the process that compiles grammars failed")
             raise RequestFailed(f"no grammar can be compiled: {exc}") from exc

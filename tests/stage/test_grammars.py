@@ -18,11 +18,12 @@ from skippy.engine import Segment
 from skippy.engine.grammar import GrammarVocabulary
 from skippy.engine.toy import ToyEngine
 from skippy.engine.toy_vocabulary import ToyVocabulary
+from skippy.frontend.constraints import check_constraint
 from skippy.frontend.driver import ChainGenerator
-from skippy.frontend.generation import Constraint, GenerationRequest, InvalidGrammar
+from skippy.frontend.generation import Constraint, GenerationRequest, InvalidGrammar, TooManyRequests
 from skippy.protocol import MessageKind, SamplingConfig
 from skippy.stage import GenerationSettings, SettingsRefused
-from skippy.stage.grammars import Grammars
+from skippy.stage.grammars import MAX_WAITING, Grammars
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_replay import PORTS, lossy_chain, once
 from tests.support.cluster import LAYERS, toy_cluster
@@ -262,6 +263,22 @@ async def test_the_process_that_compiles_is_kept_and_replaced_and_ended() -> Non
         assert grammars.worker_pid not in (None, first)
         await grammars.close()
         assert grammars.worker_pid is None
+
+
+async def test_grammars_that_wait_are_bounded() -> None:
+    grammars = Grammars(ToyVocabulary())
+    await grammars.check('start: "known"')
+    async with trio.open_nursery() as nursery:
+        await grammars._asking.acquire()
+        for number in range(MAX_WAITING):
+            nursery.start_soon(grammars.check, f'start: "{number}"')
+        await trio.testing.wait_all_tasks_blocked()
+        await grammars.check('start: "known"')
+        with pytest.raises(TooManyRequests, match="64 grammars wait") as caught:
+            await check_constraint(Constraint('start: "more"', "grammar"), grammars)
+        assert caught.value.status == 429
+        nursery.cancel_scope.cancel()
+    await grammars.close()
 
 
 async def test_a_plain_peer_cannot_hold_an_answer_to_a_grammar() -> None:
