@@ -220,14 +220,14 @@ def main() -> None:
             ],
             [
                 [
-                    args.count,
-                    args.stages,
-                    len(answers),
+                    str(args.count),
+                    str(args.stages),
+                    str(len(answers)),
                     f"{sum(a.ended for a in answers) / len(answers):.1%}",
-                    sum(bool(a.wrong) for a in answers),
+                    str(sum(bool(a.wrong) for a in answers)),
                     f"{percentile(tokens, 50):.0f}",
                     f"{percentile(tokens, 95):.0f}",
-                    max(tokens),
+                    str(max(tokens)),
                 ]
             ],
         )
