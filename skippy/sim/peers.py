@@ -2,6 +2,7 @@
 
 The front end sends only what one generation after the other needs. A peer also verifies windows, rewinds,
 trims and replays, and sends frames of a past that was rewound; each reply must be what one engine would give.
+What is remembered it asks for in every way that there is; half of all peers agree to settle on a length.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import trio
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import (
+    RESTORE_EXTENSION,
     AdmissionRequest,
     ConnectionRole,
     Message,
@@ -43,6 +45,21 @@ K = MessageKind
 Expected = tuple[ReplyKind, tuple[int, ...]]
 ACK: Final[Expected] = (ReplyKind.ACK, ())
 ONE_TOKEN: Final = (K.DECODE_EMBD, K.DECODE_LIGHT_CTX, K.DECODE_READOUT)
+QUESTIONS: Final = (
+    K.TRY_RESTORE_PREFILL,
+    K.TRY_RESTORE_PREFILL,
+    K.TRY_RESTORE_PREFILL_DECODE,
+    K.TRY_RESTORE_PREFILL_DECODE,
+    K.RESTORE_PREFILL,
+    K.PROBE_PREFILL,
+)
+LATE: Final = (
+    K.PREFILL_EMBD,
+    K.DECODE_REPLAY_EMBD,
+    K.DECODE_EMBD,
+    K.VERIFY_WINDOW,
+    K.TRY_RESTORE_PREFILL_DECODE,
+)
 IN_FLIGHT: Final = 6
 PATIENCE_SECS: Final = 20.0
 """How long a peer tries to connect."""
@@ -126,6 +143,10 @@ class Peer:
     frames: int
     texts: Sequence[tuple[int, ...]] = ()
     ended: str | None = None
+    _left: tuple[int, ...] = ()
+    """What the request before has run."""
+    _settles: bool = False
+    """Whether an Ack may settle on less of a prefix than was asked for."""
     _link: Link | None = None
     _replies: ReplyDecoder = attrs.field(factory=ReplyDecoder)
     _oracle: _Oracle = attrs.field(init=False)
@@ -138,6 +159,8 @@ class Peer:
 
     async def run(self, stage: Stage, transport: Transport) -> None:
         """Live until everything is asked and answered, or the connection ends."""
+        self._settles = bool(self.texts) and self.chance.random() < 0.5
+        extensions = (RESTORE_EXTENSION,) if self._settles else ()
         try:
             self._link, _ = await dial_admitted(
                 transport,
@@ -145,7 +168,7 @@ class Peer:
                 token=stage.context.token,
                 source_host=None,
                 timeout_secs=PATIENCE_SECS,
-                request=lane_request(stage),
+                request=attrs.evolve(lane_request(stage), extensions=extensions),
             )
             self._asks_until = trio.current_time() + ASKING_SECS
             for number in range(self.sessions):
@@ -166,11 +189,14 @@ class Peer:
         self._oracle = _Oracle(self.model, sampling)
         self._prompt = [chance.randrange(32, 127) for _ in range(chance.randint(2, 16))]
         if self.texts:
-            self._prompt = begin(chance, self.texts, self._prompt)
+            # One token alone behind a text: all that is asked for may be there.
+            own = self._prompt[: chance.choice([1, len(self._prompt)])]
+            again = self._left and chance.random() < 0.7
+            self._prompt = begin(chance, [self._left] if again else self.texts, own)
         await self._send(K.CONFIGURE_GENERATION, sampling=sampling)
         self._owed.append(ACK)
-        start = await self._restore() if self.texts and chance.random() < 0.7 else 0
         self._oracle.run(self._prompt[:-1])
+        start = await self._restore() if self.texts and chance.random() < 0.7 else 0
         if start < len(self._prompt) - 1:
             await self._send(K.PREFILL_EMBD, start, self._prompt[start:-1])
             self._owed.append(ACK)
@@ -189,21 +215,51 @@ class Peer:
             await chance.choice(actions)()
             while len(self._owed) > chance.randrange(IN_FLIGHT):
                 await self._read()
-        while self._owed:
-            await self._read()
+        await self._read_all()
         await self._send(K.STOP)
         self._owed.append(ACK)
         await self._read()
+        self._left = tuple(self._oracle.held)
 
     async def _restore(self) -> int:
-        """Ask for all of the prompt but its last token; how much of it there was."""
-        prefix = self._prompt[:-1]
-        await self._send(K.TRY_RESTORE_PREFILL, 0, prefix)
+        """Ask for all of the prompt but its last token, once or twice; how much of it has run then."""
+        length = 0
+        for kind in self.chance.choices(QUESTIONS, k=self.chance.choice([1, 1, 2])):
+            await self._read_all()
+            if kind is not K.TRY_RESTORE_PREFILL_DECODE:
+                found = await self._ask_for(kind, self._prompt[:-1])
+                length = length if kind is K.PROBE_PREFILL else found
+            elif await self._restore_and_decode():
+                return len(self._prompt)
+            else:
+                length = 0
+        return length
+
+    async def _ask_for(self, kind: MessageKind, prefix: list[int]) -> int:
+        """How much of a prefix there is, says the Ack: one that must be of all of it says no length."""
+        await self._send(kind, 0, prefix)
         self._owed.append(ACK)
-        while len(self._owed) > 1:
-            await self._read()
         reply = await self._read()
-        return len(prefix) if is_hit(reply.stats) else 0
+        asked, hit, said = len(prefix), is_hit(reply.stats), reply.predicted
+        if not (hit and self._settles):
+            right = said == 0
+        else:
+            right = said == asked if kind is K.RESTORE_PREFILL else 1 <= said <= asked
+        what = f"{kind.name} for {asked} tokens, a {'hit' if hit else 'miss'}"
+        require(right, f"{self.name} was told {said} by {what}")
+        return said if self._settles else asked * hit
+
+    async def _restore_and_decode(self) -> bool:
+        """All of the prompt in one frame: whether it has run, and if not, nothing of it."""
+        last = len(self._prompt) - 1
+        await self._send(
+            K.TRY_RESTORE_PREFILL_DECODE, last, self._prompt, token_count=1, decode_step=self._step(last)
+        )
+        self._owed.append((ReplyKind.PREDICTED_TOKEN, self._oracle.run(self._prompt[-1:], self._step(last))))
+        reply = await self._read(or_miss=True)
+        if reply.kind is ReplyKind.ACK:
+            self._oracle.cut(last)
+        return reply.kind is not ReplyKind.ACK
 
     # -- frames ----------------------------------------------------------------------------------------
 
@@ -217,8 +273,7 @@ class Peer:
         """
         kind = self.chance.choice(ONE_TOKEN)
         for _ in range(self.chance.randint(3, 6)):
-            while self._owed:
-                await self._read()
+            await self._read_all()
             await self._decode_at(self._end(), kind)
 
     async def _decode_at(self, position: int, kind: MessageKind) -> None:
@@ -234,8 +289,7 @@ class Peer:
         self._window += self.chance.randint(1, 3)
         await self._send_window(position, tokens)
         if self.chance.random() < 0.3:
-            while self._owed:
-                await self._read()
+            await self._read_all()
             await self._send(K.RETIRE_VERIFY_WINDOW, position, token_count=len(tokens))
 
     async def _send_window(self, position: int, tokens: list[int]) -> None:
@@ -260,18 +314,26 @@ class Peer:
         if self._generation == 0:
             return
         current, self._generation = self._generation, self.chance.randrange(self._generation)
-        kind = self.chance.choice([K.PREFILL_EMBD, K.DECODE_REPLAY_EMBD, K.DECODE_EMBD, K.VERIFY_WINDOW])
+        kind = self.chance.choice(LATE)
         position = self.chance.randrange(max(1, self.model.context_length - 8))
         if kind is K.VERIFY_WINDOW:
             self._window += 1
             await self._send_window(position, self._tokens(4))
             self._owed.append((ReplyKind.PREDICTED_TOKENS, ()))
+        elif kind is K.TRY_RESTORE_PREFILL_DECODE:
+            await self._send(kind, position, [*self._tokens(4), *self._tokens(1)], token_count=1)
+            self._owed.append(ACK)
         else:
             await self._send(kind, position, self._tokens(1))
             self._owed.append((ReplyKind.PREDICTED_TOKEN, ()) if kind is K.DECODE_EMBD else ACK)
         self._generation = current
 
-    async def _read(self) -> Reply:
+    async def _read_all(self) -> None:
+        while self._owed:
+            await self._read()
+
+    async def _read(self, *, or_miss: bool = False) -> Reply:
+        """The next reply, which must be the one that is owed, or with ``or_miss`` the Ack of a miss."""
         assert self._link is not None
         wanted = self._owed.pop(0)
         reply = await receive_reply(self._link, self._replies)
@@ -279,7 +341,8 @@ class Peer:
             raise LinkClosed("stage 0 has closed the lane")
         got = (reply.kind, tuple(reply.predicted_tokens))
         self.trace(f"{self.name} {reply.kind.name} {list(reply.predicted_tokens)}")
-        require(got == wanted, f"{self.name} got {got}, and must get {wanted}")
+        missed = or_miss and got == ACK and not is_hit(reply.stats) and not reply.predicted
+        require(missed or got == wanted, f"{self.name} got {got}, and must get {wanted}")
         return reply
 
     async def _send(
@@ -300,7 +363,7 @@ class Peer:
             "current_token": tokens[0 if kind is K.VERIFY_WINDOW else -1] if tokens else -1,
             **state,
         }
-        if len(tokens) > 1 and kind is not K.VERIFY_WINDOW:
+        if len(tokens) > 1 and kind not in (K.VERIFY_WINDOW, K.TRY_RESTORE_PREFILL_DECODE):
             words["current_token"] = -1
         message = Message(
             kind,

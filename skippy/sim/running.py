@@ -18,7 +18,7 @@ from .faults import FaultKind
 from .invariants import check_always, check_end, check_idle, check_links
 from .network import SimNetwork
 from .peers import Peer
-from .scenario import Asked, Blow, Scenario
+from .scenario import WINDOW_SECS, Asked, Blow, Scenario
 from .trace import Trace
 from .violation import Violation, require
 from .virtual import run_virtually, within
@@ -175,8 +175,12 @@ class Simulation:
         name = f"peer-{number}"
         chance = random.Random(f"peer/{self._scenario.seed}/{number}")
         sessions, frames = chance.randint(1, 2), chance.randint(5, 30)
-        prefixes = self._scenario.prefixes
-        texts = () if prefixes is None else prefixes.texts
+        prefixes, texts = self._scenario.prefixes, tuple[tuple[int, ...], ...]()
+        if prefixes is not None:
+            texts = (*prefixes.texts, *(tuple(asked.request.prompt) for asked in self._scenario.asked))
+            sessions += 1
+            # Half of them come when requests have left something, and stages may have lost it again.
+            await trio.sleep(chance.choice([0.0, chance.uniform(0, 2 * WINDOW_SECS)]))
         peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames, texts)
         self._peers.append(peer)
         with within(PEER_SECS, f"{name} has not ended"):

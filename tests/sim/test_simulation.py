@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from skippy.cli.main import cli
+from skippy.protocol import MessageKind
 from skippy.sim.batch import Settings, run_seed, run_seeds
 from skippy.sim.faults import Direction, Fault, FaultKind
+from skippy.sim.peers import Peer
 from skippy.sim.running import simulate
 from skippy.sim.scenario import Blow, draw
 from skippy.stage.keeping import StageCache
@@ -127,6 +129,37 @@ def test_stages_that_remember_are_found_to_use_it(monkeypatch: pytest.MonkeyPatc
             assert simulate(scenario).violation is None
     assert seen["tokens"] > 50
     assert all(seen[way] for way in ("takes", "copies", "imports"))
+
+
+def test_peers_ask_for_prefixes_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And get all, some or nothing of them; what they are told then is checked by the peer itself."""
+    seen: set[tuple[MessageKind, bool, str]] = set()
+    ask_for, restore_and_decode = Peer._ask_for, Peer._restore_and_decode
+
+    async def asks(self: Peer, kind: MessageKind, prefix: list[int]) -> int:
+        found = await ask_for(self, kind, prefix)
+        seen.add((kind, self._settles, "all" if found == len(prefix) else "some" if found else "nothing"))
+        return found
+
+    async def restores(self: Peer) -> bool:
+        hit = await restore_and_decode(self)
+        seen.add((MessageKind.TRY_RESTORE_PREFILL_DECODE, self._settles, "all" if hit else "nothing"))
+        return hit
+
+    monkeypatch.setattr(Peer, "_ask_for", asks)
+    monkeypatch.setattr(Peer, "_restore_and_decode", restores)
+    wanted = {
+        (MessageKind.TRY_RESTORE_PREFILL, False, "all"),
+        (MessageKind.TRY_RESTORE_PREFILL, True, "some"),
+        (MessageKind.PROBE_PREFILL, False, "nothing"),
+        (MessageKind.RESTORE_PREFILL, True, "nothing"),
+        (MessageKind.TRY_RESTORE_PREFILL_DECODE, True, "nothing"),
+    }
+    for scenario in map(draw, range(400)):
+        if scenario.drivers and scenario.prefixes is not None and not wanted <= seen:
+            assert simulate(scenario).violation is None
+    assert wanted <= seen
+    assert not any(some == "some" for _, settles, some in seen if not settles)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
