@@ -135,7 +135,7 @@ MUTANTS: Final = (
         "no-rewind",
         "the rows that a rewind drops stay in the sampler's history",
         "skippy/stage/session.py",
-        "        del native.history[length:]\n",
+        "        native.cut(length)\n",
         "",
     ),
     Mutant(
@@ -282,8 +282,8 @@ MUTANTS: Final = (
         "seed-by-row",
         "every draw of a seeded request uses the seed of the first",
         "skippy/stage/history.py",
-        "        token = self.sampler.sample(logits, step)\n",
-        "        token = self.sampler.sample(logits, 0)\n",
+        "        token = self.sampler.sample(logits, step, allowed)\n",
+        "        token = self.sampler.sample(logits, 0, allowed)\n",
     ),
 )
 
