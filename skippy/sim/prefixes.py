@@ -19,6 +19,25 @@ MAX_PROMPT = 60
 """Tokens: a prompt must leave room for an answer."""
 
 
+LOSS_SECS = 10.0
+"""Stages are made to forget within this time."""
+
+
+@attrs.frozen(slots=True)
+class Loss:
+    """One stage is told to forget what the others may still have, which is no fault.
+
+    Attributes:
+        at: when.
+        place: which stage, as a part of all there are, 0 to 1.
+        everything: all that it remembers; else what was used longest ago of that.
+    """
+
+    at: float
+    place: float
+    everything: bool
+
+
 @attrs.frozen(slots=True)
 class Prefixes:
     """What a seed's stages remember, and what of.
@@ -26,10 +45,12 @@ class Prefixes:
     Attributes:
         cache: of every stage.
         texts: what prompts begin with.
+        losses: what some of them forget again.
     """
 
     cache: KvCacheConfig
     texts: tuple[tuple[int, ...], ...]
+    losses: tuple[Loss, ...] = ()
 
 
 def draw_prefixes(seed: int) -> Prefixes | None:
@@ -50,7 +71,11 @@ def draw_prefixes(seed: int) -> Prefixes | None:
         audit_rate=chance.choice([0.0, 0.0, 1.0]),
     )
     texts = [_text(chance, chance.choice([6, 20, 40])) for _ in range(chance.randint(1, 2))]
-    return Prefixes(cache, tuple(texts))
+    losses = [
+        Loss(chance.uniform(0, LOSS_SECS), chance.random(), chance.random() < 0.5)
+        for _ in range(chance.choice([0, 4, 12]))
+    ]
+    return Prefixes(cache, tuple(texts), tuple(losses))
 
 
 def begin(chance: random.Random, texts: Sequence[tuple[int, ...]], own: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ from .faults import FaultKind
 from .invariants import check_always, check_end, check_idle, check_links
 from .network import SimNetwork
 from .peers import Peer
+from .prefixes import Loss
 from .scenario import WINDOW_SECS, Asked, Blow, Scenario
 from .trace import Trace
 from .violation import Violation, require
@@ -156,6 +157,8 @@ class Simulation:
                 nursery.start_soon(self._run_peer, number)
             for blow in scenario.blows:
                 nursery.start_soon(self._strike, blow)
+            for loss in () if scenario.prefixes is None else scenario.prefixes.losses:
+                nursery.start_soon(self._lose, loss)
 
     def _start_client(self, nursery: trio.Nursery, name: str, asked: Asked) -> Client:
         client = Client(name, asked, self._scenario.model, self._cluster, self.trace, self._may_differ)
@@ -204,6 +207,17 @@ class Simulation:
                 self._network.vanish(name)
                 await trio.sleep(blow.secs)
                 self._network.return_of(name)
+
+    async def _lose(self, loss: Loss) -> None:
+        await trio.sleep_until(loss.at)
+        running = self._cluster.running[int(loss.place * len(self._cluster.running))]
+        cache = None if running is None else running.stage.context.cache
+        if cache is None:
+            return
+        if loss.everything:
+            cache.forget_all("all")
+        elif entries := cache.index.entries():
+            cache.forget(entries[0])
 
     async def _calm_down(self) -> None:
         """Nothing goes wrong any more: the chain recovers by itself."""
