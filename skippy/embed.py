@@ -348,6 +348,7 @@ async def open_openai(
             default_max_tokens=options.default_max_tokens,
             keep_alive_secs=options.stream_keep_alive_secs or math.inf,
             allows_chat_templates=options.allow_chat_templates,
+            max_stored_responses=options.stored_responses,
             keeps_prompts_on_disk=stage.context.cache is not None
             and stage.context.cache.settings.directory is not None,
             telemetry=telemetry,

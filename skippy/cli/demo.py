@@ -59,6 +59,7 @@ class DemoOptions:
     replay_on_stage_loss: bool = True
     replay_timeout_secs: float = 60.0
     allow_chat_templates: bool = False
+    stored_responses: int = 1024
     kv_cache: KvCacheConfig | None = None
     access: AccessOptions = attrs.field(factory=AccessOptions)
     telemetry_level: str = "off"
@@ -165,6 +166,7 @@ def _describe(
             replay_on_stage_loss=options.replay_on_stage_loss,
             replay_timeout_secs=options.replay_timeout_secs,
             allow_chat_templates=options.allow_chat_templates,
+            stored_responses=options.stored_responses,
             **attrs.asdict(options.access),
         ),
         grace_secs=options.grace_secs,

@@ -242,11 +242,21 @@ replay_options = combine(
 )
 
 
-template_option = click.option(
-    "--allow-chat-templates",
-    "allow_chat_templates",
-    is_flag=True,
-    help="A request may bring a chat template of its own.",
+request_options = combine(
+    click.option(
+        "--allow-chat-templates",
+        "allow_chat_templates",
+        is_flag=True,
+        help="A request may bring a chat template of its own.",
+    ),
+    click.option(
+        "--stored-responses",
+        type=int,
+        default=attrs.fields(OpenAIOptions).stored_responses.default,
+        show_default=True,
+        metavar="N",
+        help="Responses of /v1/responses that are kept in memory; 0: none.",
+    ),
 )
 
 
@@ -282,7 +292,7 @@ def openai_options(prefix: str) -> Callable[[F], F]:
         ),
         *(_openai(prefix, *option) for option in (*ADMISSION_OPTIONS, *PREFILL_OPTIONS)),
         replay_options,
-        template_option,
+        request_options,
         off(f"--{prefix}speculative-config", speculation),
     )
 

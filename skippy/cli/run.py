@@ -90,7 +90,7 @@ DEMO_ONLY = (
 @flags.connect_timeout_option
 @flags.peer_timeout_option
 @flags.replay_options
-@flags.template_option
+@flags.request_options
 @access_flags.access_options
 @kv_flags.kv_options
 @flags.link_security_options

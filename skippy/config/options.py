@@ -237,6 +237,11 @@ class OpenAIOptions(AccessOptions):
         "model's own, but decides what are special tokens.",
         default=False,
     )
+    stored_responses: int = key(
+        "Responses of `/v1/responses` that are kept in memory, to be gone on with or asked for later; 64 MiB "
+        "of them at most. 0: none.",
+        default=1024,
+    )
     prefill_chunk_policy: ChunkPolicyName = key(
         "How a prompt is cut: `fixed`: into chunks of prefill_chunk_size; `schedule`: of "
         "prefill_chunk_schedule, whose last size repeats; `adaptive-ramp` (or `adaptive`): from "
@@ -268,6 +273,7 @@ class OpenAIOptions(AccessOptions):
         self.check_access()
         require_text(self, "model_id")
         require_range(self, 1, U32_MAX, "default_max_tokens")
+        require_range(self, 0, I32_MAX, "stored_responses")
         require_range(self, 1, I32_MAX, "generation_concurrency", "prefill_chunk_size")
         self._check_admission()
         self._check_chunks()

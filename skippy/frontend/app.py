@@ -1,13 +1,11 @@
 """The OpenAI endpoint as a Quart application on Trio.
 
-Routes: ``GET /v1/models``, ``GET /v1/models/{id}``, ``POST /v1/chat/completions``, ``POST /v1/completions``,
-``GET /health``, ``GET /healthz``, ``GET /readyz``, ``GET /kv``, ``DELETE /kv``. Every error, of whatever
-status, has OpenAI's envelope.
+:mod:`skippy.frontend.openapi.routes` lists its routes. Every error, of whatever status, has OpenAI's
+envelope, but for those about Anthropic's routes, which have theirs.
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from quart import Response, has_request_context, request
@@ -20,7 +18,6 @@ from .cache_view import parse_namespace
 from .connection import (
     OwningConnection,
     credentials,
-    read_json_body,
     request_id,
 )
 from .embeddings import add_embeddings_route
@@ -29,12 +26,15 @@ from .generation import GenerationError, Generator
 from .guard import guard
 from .inside import add_inside_routes
 from .live import LiveFeed, add_live_route
+from .models import add_model_routes
+from .openapi import add_openapi_route
 from .options import FrontendOptions
 from .responses import dump
 from .responses_api import add_responses_routes
 from .routing import Bodies, caller_of_request
-from .schemas import check_model
+from .schemas import parse_chat, parse_completion
 from .service import CompletionService
+from .template_route import add_template_route
 from .tokenizing import add_tokenizer_routes
 from .web_page import add_web_page
 
@@ -70,12 +70,15 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     guard(app, policy, service.metrics)
     _add_errors(app)
     _add_status_routes(app, service, policy)
-    _add_completion_routes(app, service, options)
-    _add_cache_routes(app, generator)
     bodies = Bodies(options)
+    _add_completion_routes(app, service, bodies)
+    _add_cache_routes(app, generator)
+    add_model_routes(app, service, generator)
+    add_openapi_route(app)
     add_responses_routes(app, service, options, bodies)
     add_anthropic_routes(app, service, bodies)
     add_embeddings_route(app, generator, bodies)
+    add_template_route(app, service, bodies)
     add_tokenizer_routes(app, generator.tokenizer, generator.model_id, bodies)
     add_inside_routes(app, generator, service.requests, service.metrics)
     add_live_route(app, feed, policy)
@@ -137,13 +140,6 @@ def _add_errors(app: QuartTrio) -> None:
 
 
 def _add_status_routes(app: QuartTrio, service: CompletionService, policy: AccessPolicy) -> None:
-    model = {
-        "id": service.model_id,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "skippy",
-    }
-
     @app.get("/health")
     @app.get("/healthz")
     async def health() -> Response:
@@ -156,30 +152,15 @@ def _add_status_routes(app: QuartTrio, service: CompletionService, policy: Acces
             raise ApiError(why if policy.has_key(credentials(request)) else "not ready", status=503)
         return _json({"status": "ready"})
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [model]})
 
-    # Model ids may contain slashes.
-    @app.get("/v1/models/<path:model_id>")
-    async def one_model(model_id: str) -> Response:
-        check_model(model_id, service.model_id)
-        return _json({**model, "chat_template": await service.describe_template()})
-
-
-def _add_completion_routes(app: QuartTrio, service: CompletionService, options: FrontendOptions) -> None:
-    async def body() -> bytes:
-        return await read_json_body(
-            request, limit=options.max_body_bytes, timeout_secs=options.body_timeout_secs
-        )
-
+def _add_completion_routes(app: QuartTrio, service: CompletionService, bodies: Bodies) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
-        return await service.chat(await body(), caller_of_request())
+        return await service.chat(await bodies.parsed(parse_chat), caller_of_request())
 
     @app.post("/v1/completions")
     async def completions() -> Response:
-        return await service.completion(await body(), caller_of_request())
+        return await service.completion(await bodies.parsed(parse_completion), caller_of_request())
 
 
 def _add_cache_routes(app: QuartTrio, generator: Generator) -> None:

@@ -49,7 +49,7 @@ _OTHER_SAMPLER_NAMES: Final = {"typ_p": "typical_p", "typical": "typical_p", "te
 
 
 @attrs.frozen
-class _Number:
+class Number:
     """A number of the sampling block, its names in requests, and its range there."""
 
     field: str
@@ -69,34 +69,34 @@ class _Number:
         return fields.number(given[0], 0.0, self.low, self.high)
 
 
-_NUMBERS: Final = (
-    _Number("temperature", ("temperature",), 0, 100),
-    _Number("top_p", ("top_p",), 0, 1),
-    _Number("top_k", ("top_k",), -1, I32_MAX, integer=True),
-    _Number("min_p", ("min_p",), 0, 1),
-    _Number("presence_penalty", ("presence_penalty",), -2, 2),
-    _Number("frequency_penalty", ("frequency_penalty",), -2, 2),
+NUMBERS: Final = (
+    Number("temperature", ("temperature",), 0, 100),
+    Number("top_p", ("top_p",), 0, 1),
+    Number("top_k", ("top_k",), -1, I32_MAX, integer=True),
+    Number("min_p", ("min_p",), 0, 1),
+    Number("presence_penalty", ("presence_penalty",), -2, 2),
+    Number("frequency_penalty", ("frequency_penalty",), -2, 2),
     # Smaller ones, applied up to 16 times, would drive logits out of the range of f32.
-    _Number("repeat_penalty", ("repeat_penalty", "repetition_penalty"), 0.01, 100),
-    _Number("penalty_last_n", ("repeat_last_n",), -1, I32_MAX, integer=True),
-    _Number("typical_p", ("typical_p",), 0, 1),
-    _Number("top_nsigma", ("top_nsigma", "top_n_sigma"), -1, 1000),
-    _Number("dynatemp_range", ("dynatemp_range",), 0, 100),
-    _Number("dynatemp_exponent", ("dynatemp_exponent",), 0, 100),
-    _Number("mirostat_mode", ("mirostat", "mirostat_mode"), 0, max(MIROSTAT_MODES), integer=True),
-    _Number("mirostat_entropy", ("mirostat_tau", "mirostat_entropy"), 0, 100),
-    _Number("mirostat_learning_rate", ("mirostat_eta", "mirostat_learning_rate"), 0, 1),
+    Number("repeat_penalty", ("repeat_penalty", "repetition_penalty"), 0.01, 100),
+    Number("penalty_last_n", ("repeat_last_n",), -1, I32_MAX, integer=True),
+    Number("typical_p", ("typical_p",), 0, 1),
+    Number("top_nsigma", ("top_nsigma", "top_n_sigma"), -1, 1000),
+    Number("dynatemp_range", ("dynatemp_range",), 0, 100),
+    Number("dynatemp_exponent", ("dynatemp_exponent",), 0, 100),
+    Number("mirostat_mode", ("mirostat", "mirostat_mode"), 0, max(MIROSTAT_MODES), integer=True),
+    Number("mirostat_entropy", ("mirostat_tau", "mirostat_entropy"), 0, 100),
+    Number("mirostat_learning_rate", ("mirostat_eta", "mirostat_learning_rate"), 0, 1),
 )
-_GROUPS: Final = {
+GROUPS: Final = {
     "dry": (
-        _Number("dry_multiplier", ("multiplier",), 0, 100),
-        _Number("dry_base", ("base",), 0, 100),
-        _Number("dry_allowed_length", ("allowed_length",), 0, I32_MAX, integer=True),
-        _Number("dry_penalty_last_n", ("penalty_last_n",), -1, I32_MAX, integer=True),
+        Number("dry_multiplier", ("multiplier",), 0, 100),
+        Number("dry_base", ("base",), 0, 100),
+        Number("dry_allowed_length", ("allowed_length",), 0, I32_MAX, integer=True),
+        Number("dry_penalty_last_n", ("penalty_last_n",), -1, I32_MAX, integer=True),
     ),
     "xtc": (
-        _Number("xtc_probability", ("probability",), 0, 1),
-        _Number("xtc_threshold", ("threshold",), 0, 1),
+        Number("xtc_probability", ("probability",), 0, 1),
+        Number("xtc_threshold", ("threshold",), 0, 1),
     ),
 }
 """Numbers that are members of an object of that name, or fields with its name in front."""
@@ -126,9 +126,9 @@ def read_sampling(fields: Fields) -> dict[str, Any]:
         ApiError: 400, a field of the wrong type or out of range.
     """
     said: dict[str, Any] = {}
-    for number in _NUMBERS:
+    for number in NUMBERS:
         said[number.field] = number.read(fields)
-    for name, numbers in _GROUPS.items():
+    for name, numbers in GROUPS.items():
         group = _subobject(fields, name)
         for number in numbers:
             said[number.field] = _grouped(fields, group, name, number)
@@ -205,7 +205,7 @@ def _subobject(fields: Fields, name: str) -> Fields:
     return Fields({}, name) if value is None else Fields.of(value, fields.path(name))
 
 
-def _grouped(fields: Fields, group: Fields, name: str, number: _Number) -> int | float | None:
+def _grouped(fields: Fields, group: Fields, name: str, number: Number) -> int | float | None:
     inside, flat = number.read(group), number.read(fields, (f"{name}_{number.names[0]}",))
     if inside is not None and flat is not None:
         text = f"is the same as {name}_{number.names[0]}; give only one"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -28,13 +28,10 @@ from .requests import RunningRequests
 from .responses import KEEP_ALIVE, ChatShape, CompletionShape, ResponseShape, Scorer, dump
 from .running import SHUTTING_DOWN, GenerationTask
 from .sampling import model_defaults
-from .schemas import ChatRequest, CommonRequest, check_model, parse_chat, parse_completion
+from .schemas import ChatRequest, CommonRequest, CompletionRequest, check_model
 from .templates import TemplateRenderer
 
 R = TypeVar("R", bound=CommonRequest)
-
-# Larger bodies are parsed in a thread, so that they hold up nobody's stream.
-_INLINE_PARSE_BYTES: Final = 64 * 1024
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -66,7 +63,6 @@ class CompletionService:
         self._generator = generator
         self._options = options
         self._telemetry = options.telemetry or NULL_TELEMETRY
-        self._parse_limiter = trio.CapacityLimiter(1)
         self.metrics = Metrics(generator.status)
         self.requests = RunningRequests(self.metrics)
         self._closing = False
@@ -94,13 +90,13 @@ class CompletionService:
         self.refuse()
         self.requests.end_all(ApiError(SHUTTING_DOWN, status=503))
 
-    async def chat(self, body: bytes, caller: Caller) -> Response:
+    async def chat(self, request: ChatRequest, caller: Caller) -> Response:
         """Answer ``POST /v1/chat/completions``.
 
         Raises:
             ApiError: anything that goes wrong before the first token.
         """
-        request = await self._parse(parse_chat, body)
+        request = self.check(request)
         scorer = None if request.top_logprobs is None else self._scorer(chat_logprobs)
         usage = request.include_usage
         shape = ChatShape(self.model_id, include_usage=usage, scorer=scorer, n=request.n)
@@ -112,9 +108,7 @@ class CompletionService:
 
     async def chat_prompt(self, request: ChatRequest, caller: Caller) -> list[GenerationRequest]:
         """What is to be generated for a conversation. Raises ApiError."""
-        if request.settings.template is not None and not self._options.allows_chat_templates:
-            text = "chat_template is not allowed here; the server's operator can, with --allow-chat-templates"
-            raise ApiError(text, param="chat_template", code="unsupported_model_feature")
+        self._check_template(request)
         if request.settings.tool_use.required and request.constraint is not None:
             text = f"{request.constraint.param} says what an answer looks like, but tool_choice allows none"
             raise ApiError(text, param=request.constraint.param)
@@ -126,9 +120,25 @@ class CompletionService:
         generation = self._generation_request(request, prompt.tokens, "messages", caller)
         return [attrs.evolve(generation, reading=prompt.reading, constraint=prompt.constraint)]
 
-    async def completion(self, body: bytes, caller: Caller) -> Response:
+    async def chat_tokens(self, request: ChatRequest) -> list[int]:
+        """The prompt of a conversation, however long it is. Raises ApiError."""
+        self._check_template(request)
+        prompt = await self._prompts.chat(request.messages, request.settings, request.constraint)
+        return prompt.tokens
+
+    async def chat_text(self, request: ChatRequest) -> str:
+        """The prompt of a conversation as text. Raises ApiError."""
+        self._check_template(request)
+        return "".join(part.text for part in await self._prompts.render(request.messages, request.settings))
+
+    def _check_template(self, request: ChatRequest) -> None:
+        if request.settings.template is not None and not self._options.allows_chat_templates:
+            text = "chat_template is not allowed here; the server's operator can, with --allow-chat-templates"
+            raise ApiError(text, param="chat_template", code="unsupported_model_feature")
+
+    async def completion(self, request: CompletionRequest, caller: Caller) -> Response:
         """Answer ``POST /v1/completions``. Raises as :meth:`chat` does."""
-        request = await self._parse(parse_completion, body)
+        request = self.check(request)
         scorer = None if request.top_logprobs is None else self._scorer(completion_logprobs)
         shape = CompletionShape(
             self.model_id,
@@ -155,13 +165,6 @@ class CompletionService:
 
     def _preparing(self, caller: Caller) -> Span:
         return self._telemetry.span(names.STAGE_OPENAI_PROMPT_PREPARE, request_id=caller.request_id)
-
-    async def _parse(self, parse: Callable[[bytes], R], body: bytes) -> R:
-        if len(body) <= _INLINE_PARSE_BYTES:
-            request = parse(body)
-        else:
-            request = await trio.to_thread.run_sync(parse, body, limiter=self._parse_limiter)
-        return self.check(request)
 
     def check(self, request: R) -> R:
         """A request of any route as this model and server serve it: what it did not say is filled in.

@@ -92,13 +92,11 @@ class DetokenizeBody:
 
 def parse_tokenize(body: bytes) -> TokenizeBody | BatchBody:
     """The body of ``POST /v1/tokenize``. Raises ApiError."""
-    fields = Fields(parse_object(body))
+    data = parse_object(body)
+    fields = Fields(data)
     model = fields.text("model")
     result: TokenizeBody | BatchBody
-    if (values := fields.array("requests")) is not None:
-        requests = [_request(Fields.of(value, f"requests[{index}]")) for index, value in enumerate(values)]
-        result = BatchBody(model=model, requests=requests)
-    else:
+    if data.get("requests") is None:
         result = TokenizeBody(
             model=model,
             content=_content(fields),
@@ -106,6 +104,10 @@ def parse_tokenize(body: bytes) -> TokenizeBody | BatchBody:
             parse_special=fields.boolean("parse_special", default=True),
             with_pieces=fields.boolean("with_pieces"),
         )
+    else:
+        values = fields.array("requests") or []
+        requests = [_request(Fields.of(value, f"requests[{index}]")) for index, value in enumerate(values)]
+        result = BatchBody(model=model, requests=requests)
     fields.refuse_unknown()
     return result
 

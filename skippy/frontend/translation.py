@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 from .errors import ApiError
 from .fields import Fields, describe
 from .sampling import parse_sampling
-from .schemas import ChatRequest
 
 T = TypeVar("T")
 
@@ -26,14 +25,6 @@ def _sampling_fields() -> tuple[str, ...]:
 
 SAMPLING_FIELDS: Final = _sampling_fields()
 """Parameters of sampling, which every route has under the same names."""
-
-
-def without_tools(request: ChatRequest) -> ChatRequest:
-    """Refuse tools, for a route that has no words for calls."""
-    if request.settings.tool_use.tools:
-        text = "tools are not supported by this route; use /v1/chat/completions"
-        raise ApiError(text, param="tools", code="unsupported_model_feature")
-    return request
 
 
 class ChatBody:

@@ -130,6 +130,14 @@ async def test_a_conversation_goes_on() -> None:
         assert (await api.responses.retrieve(first.id)).output_text == "one"
         listed = await api.responses.input_items.list(second.id)
         assert listed.data[0].content[0].text == "b"  # type: ignore[union-attr]
+        many: list[Any] = [{"role": "user", "content": str(index)} for index in range(30)]
+        third = await api.responses.create(model=MODEL, input=many)
+        pages = api.responses.input_items.list(third.id, limit=7)
+        texts = [item.content async for item in pages]  # type: ignore[union-attr]
+        assert texts == [str(index) for index in reversed(range(30))]
+        for query in ("limit=0", "limit=x", "order=up", "after=x"):
+            wrong = await api._client.get(f"{api.base_url}responses/{third.id}/input_items?{query}")
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, query.split("=")[0])
         await api.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             await api.responses.retrieve(first.id)

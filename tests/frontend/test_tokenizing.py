@@ -84,3 +84,15 @@ async def test_a_batch_names_its_tokenizer() -> None:
         assert three == {"request_index": 2, "tokens": [98]}
         large = await http.post("/v1/tokenize", json={"requests": [requests[2]] * 65})
         assert (large.status_code, large.json()["error"]["code"]) == (400, "batch_too_large")
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_a_conversations_prompt_as_text(prefix: str) -> None:
+    messages = [{"role": "user", "content": "a<|im_end|>"}]
+    expected = "<|im_start|>user\na<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert await post(f"{prefix}/apply-template", messages=messages) == {"prompt": expected}
+    assert await post(f"{prefix}/apply-template", messages=messages, model=MODEL) == {"prompt": expected}
+    wrong = await post(f"{prefix}/apply-template", 400, messages=[{"role": "user"}])
+    assert wrong["error"]["param"] == "messages[0].content"
+    own = await post(f"{prefix}/apply-template", 400, messages=messages, chat_template="x")
+    assert own["error"]["param"] == "chat_template"

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..fields import Fields, describe
 from ..schemas import ChatRequest, read_chat
 from ..strict_json import parse_object
-from ..translation import SAMPLING_FIELDS, ChatBody, objects, required_text, text_or_parts, without_tools
+from ..translation import SAMPLING_FIELDS, ChatBody, objects, required_text, text_or_parts
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -63,7 +63,7 @@ def _read(fields: Fields, chat: ChatBody) -> tuple[ChatRequest, ChatBody]:
     _thinking(fields)
     _output_config(fields, chat)
     fields.refuse_unknown()
-    return without_tools(chat.read(read_chat)), chat
+    return chat.read(read_chat), chat
 
 
 def _cache_control(fields: Fields) -> None:

@@ -36,5 +36,5 @@ def add_anthropic_routes(app: QuartTrio, service: CompletionService, bodies: Bod
         chat, body = await bodies.parsed(parse_count)
         with body.renaming():
             chat = service.check(chat)
-            (request,) = await service.chat_prompt(chat, caller_of_request())
-        return json_answer({"input_tokens": len(request.prompt)})
+            tokens = await service.chat_tokens(chat)
+        return json_answer({"input_tokens": len(tokens)})

@@ -13,7 +13,7 @@ import attrs
 from ..fields import Fields, describe
 from ..schemas import ChatRequest, read_chat
 from ..strict_json import parse_object
-from ..translation import SAMPLING_FIELDS, ChatBody, objects, required_text, text_or_parts, without_tools
+from ..translation import SAMPLING_FIELDS, ChatBody, objects, required_text, text_or_parts
 
 _AS_THEY_ARE: Final = (
     "model",
@@ -24,8 +24,6 @@ _AS_THEY_ARE: Final = (
     "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "prompt_cache_options",
-    "moderation",
     "parallel_tool_calls",
     "chat_template_kwargs",
     "reasoning_format",
@@ -120,7 +118,7 @@ class ResponsesBody:
         _logprobs(fields, body)
         _refuse_features(fields)
         fields.refuse_unknown()
-        return Conversation(without_tools(body.read(read_chat)), body, body.messages[begin:])
+        return Conversation(body.read(read_chat), body, body.messages[begin:])
 
 
 def parse_responses(body: bytes) -> ResponsesBody:
@@ -167,11 +165,16 @@ def _item(fields: Fields, body: ChatBody) -> None:
                 "arguments": required_text(fields, "arguments"),
             },
         }
-        last = body.messages[-1] if body.messages else None
-        if last is not None and last["role"] == "assistant":
-            body.messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
-        else:
+        said = _last_said(body)
+        if said is None:
             body.say({"role": "assistant", "content": None, "tool_calls": [call]}, origin)
+        else:
+            body.messages[-1] = {**said, "tool_calls": [*said.get("tool_calls", ()), call]}
+    elif kind == "reasoning":
+        thought = "".join(map(_thought, objects(fields, "content")))
+        fields.accept_only("summary", ([],), "reasoning is not summarised here")
+        fields.accept_only("encrypted_content", (), "reasoning is not encrypted here")
+        body.say({"role": "assistant", "content": None, "reasoning_content": thought}, origin)
     elif kind == "function_call_output":
         output = text_or_parts(fields, "output", _part)
         if output is None:
@@ -180,7 +183,7 @@ def _item(fields: Fields, body: ChatBody) -> None:
         body.say({"role": "tool", "tool_call_id": call_id, "content": output}, origin)
     else:
         shown = f"is {kind[:40]!r}, which is not supported" if kind else "is missing"
-        text = f"{shown}; items are messages, function_call and function_call_output"
+        text = f"{shown}; items are messages, reasoning, function_call and function_call_output"
         raise fields.error("type", text, code="unsupported_model_feature" if kind else "")
     fields.refuse_unknown()
 
@@ -194,7 +197,24 @@ def _message(fields: Fields, body: ChatBody, origin: str) -> None:
     content = text_or_parts(fields, "content", _part)
     if content is None:
         raise fields.error("content", "is missing; a string or an array of parts is needed")
-    body.say({"role": role, "content": content}, origin)
+    said = _last_said(body)
+    if role == "assistant" and said is not None and said["content"] is None and "tool_calls" not in said:
+        body.messages[-1] = {**said, "content": content}  # so far it only thought
+    else:
+        body.say({"role": role, "content": content}, origin)
+
+
+def _last_said(body: ChatBody) -> dict[str, Any] | None:
+    """The last message, if it is the assistant's: an answer of several items is one of chat."""
+    last = body.messages[-1] if body.messages else None
+    return last if last is not None and last["role"] == "assistant" else None
+
+
+def _thought(fields: Fields) -> str:
+    fields.accept_only("type", ("reasoning_text",), "it is 'reasoning_text'")
+    text = required_text(fields, "text")
+    fields.refuse_unknown()
+    return text
 
 
 def _part(fields: Fields) -> str:
@@ -220,11 +240,11 @@ def _text(fields: Fields, body: ChatBody) -> None:
         form = Fields.of(text.get("format"), "text.format")
         if form.get("type") == "json_schema":
             schema = {name: form.get(name) for name in ("name", "description", "schema", "strict")}
-            form.refuse_unknown()
             body.put("response_format", {"type": "json_schema", "json_schema": schema}, "text.format")
             body.came_from("response_format.json_schema", "text.format")
         else:
-            body.put("response_format", text.get("format"), "text.format")
+            body.put("response_format", {"type": form.get("type")}, "text.format")
+        form.refuse_unknown()
     text.refuse_unknown()
 
 
@@ -285,9 +305,10 @@ def _refuse_features(fields: Fields) -> None:
     fields.accept_only("background", (False,), "responses are made while the client waits")
     fields.accept_only("truncation", ("disabled",), "a conversation that is too long is refused, not cut")
     fields.accept_only("conversation", (), "there are no conversations; use previous_response_id")
+    fields.accept_only("prompt_cache_options", (), "prompt caching cannot be controlled")
     fields.accept_only("prompt", (), "there are no stored prompts")
     fields.accept_only("max_tool_calls", (), "there are no built-in tools")
-    for name in ("context_management", "background_options", "access_programs", "image"):
+    for name in ("context_management", "background_options", "access_programs", "image", "moderation"):
         fields.accept_only(name, (), "there is nothing like it here")
     if fields.is_given("stream_options"):
         options = Fields.of(fields.get("stream_options"), "stream_options")

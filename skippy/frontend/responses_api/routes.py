@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from quart import Response, request
@@ -39,10 +40,7 @@ def add_responses_routes(
 
     @app.get("/v1/responses/<response_id>/input_items")
     async def input_items(response_id: str) -> Response:
-        items = _find(store, response_id).items
-        ids = [item.get("id") for item in items]
-        ends = {"first_id": ids[0], "last_id": ids[-1]}
-        return json_answer({"object": "list", "data": items, **ends, "has_more": False})
+        return json_answer(_page(_find(store, response_id).items))
 
     @app.delete("/v1/responses/<response_id>")
     async def delete(response_id: str) -> Response:
@@ -79,6 +77,24 @@ async def _respond(
         service.model_id, body.echo(chat), scorer=scorer, keep=keep if body.store else None
     )
     return await service.answer(chat, prepare, shape, caller)
+
+
+def _page(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A part of a list, as the query asks for it: the last ones first unless ``order`` is ``asc``."""
+    order, limit, after = (request.args.get(name) for name in ("order", "limit", "after"))
+    if order not in (None, "asc", "desc"):
+        raise ApiError(f"order is {order[:40]!r}; it must be 'asc' or 'desc'", param="order")
+    if limit is not None and (not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= 100):
+        raise ApiError(f"limit is {limit[:40]!r}; it must be from 1 to 100", param="limit")
+    wanted = list(items) if order == "asc" else list(reversed(items))
+    if after is not None:
+        ids = [item["id"] for item in wanted]
+        if after not in ids:
+            raise ApiError(f"after is {after[:100]!r}, which is none of the items", param="after")
+        wanted = wanted[ids.index(after) + 1 :]
+    page = wanted[: int(limit or 20)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    return {"object": "list", "data": page, **ends, "has_more": len(page) < len(wanted)}
 
 
 def _owner(caller: Caller) -> str:

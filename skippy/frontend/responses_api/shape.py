@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,34 +11,10 @@ from ..errors import ApiError
 from ..generation import Timings
 from ..responses import Scorer, dump, timings_object
 from ..running import Usage
+from ..tools import CallArguments, CallBegin, CallBroken, CallEnd, Content, Delta, Reasoning
+from .items import CallItem, MessageItem, OpenItem, ReasoningItem, new_id
 
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
-
-
-class _Item:
-    """An item of the output while it is being said: a message of one text part."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.id = new_id("msg")
-        self.text: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
-
-    @property
-    def part(self) -> dict[str, Any]:
-        text = "".join(self.text)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs}
-
-    def item(self, status: str, content: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "type": "message",
-            "id": self.id,
-            "role": "assistant",
-            "status": status,
-            "content": list(content),
-        }
+Keep = Callable[[dict[str, Any], list[dict[str, Any]], int], object]
 
 
 class ResponsesShape:
@@ -52,19 +27,12 @@ class ResponsesShape:
     """
 
     def __init__(
-        self,
-        model: str,
-        echo: dict[str, Any],
-        *,
-        scorer: Scorer | None = None,
-        keep: Callable[[dict[str, Any], list[dict[str, Any]], int], object] | None = None,
+        self, model: str, echo: dict[str, Any], *, scorer: Scorer | None = None, keep: Keep | None = None
     ) -> None:
-        self.id = new_id("resp")
-        self._created = int(time.time())
         self._head = {
-            "id": self.id,
+            "id": new_id("resp"),
             "object": "response",
-            "created_at": self._created,
+            "created_at": int(time.time()),
             "model": model,
             "background": False,
             **echo,
@@ -72,17 +40,14 @@ class ResponsesShape:
         self._scorer = scorer
         self._keep = keep
         self._number = 0
+        self._count = 0
+        """Items that were announced."""
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""
-        self._item: _Item | None = None
+        self._item: OpenItem | None = None
         self._reason: AnswerEnd | None = None
 
-    # -- events ----------------------------------------------------------------------------------------
-
-    def _event(self, kind: str, **members: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._number, **members}
-        self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + dump(data) + b"\n\n"
+    # -- the shape -------------------------------------------------------------------------------------
 
     def opening(self, usage: Usage) -> bytes:
         response = self._response("in_progress")
@@ -91,21 +56,16 @@ class ResponsesShape:
         )
 
     def delta(self, choice: int, text: str) -> bytes:
-        events = b"" if self._item is not None else self._open()
-        return events + self._say(text, [])
+        return self._say(text, [])
 
     def piece(self, piece: Piece) -> bytes:
         self._reason = piece.finish_reason or self._reason
         scores = self._scorer(piece.scores)["content"] if self._scorer and piece.scores else []
-        if not piece.content and not scores:
-            return b""
-        events = b"" if self._item is not None else self._open()
-        return events + self._say(piece.content, scores)
+        events = self._say(piece.text, scores) if piece.text or scores else b""
+        return events + b"".join(map(self._take, piece.deltas))
 
     def closing(self, usage: Usage, timings: Timings) -> bytes:
-        # An answer without a word is a message without a word.
-        events = self._open() if self._item is None and not self._output else b""
-        events += self._close()
+        events = self._end()
         response = self._finished(usage, timings)
         return events + self._event(f"response.{response['status']}", response=response)
 
@@ -117,41 +77,77 @@ class ResponsesShape:
 
     def whole(self, choices: Sequence[ChoiceResult], usage: Usage, timings: Timings) -> dict[str, Any]:
         choice = choices[0]
-        self.piece(Piece(0, choice.text, tuple(choice.scores), choice.finish_reason))
-        self.closing(usage, timings)
-        return self._finished_response
+        thoughts = tuple(delta for delta in choice.deltas if isinstance(delta, Reasoning))
+        calls = tuple(delta for delta in choice.deltas if not isinstance(delta, Reasoning))
+        self.piece(Piece(0, "", (), None, None, thoughts))
+        self.piece(Piece(0, choice.text, tuple(choice.scores), choice.finish_reason, choice.stop, calls))
+        self._end()
+        return self._finished(usage, timings)
 
-    # -- state -----------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------
 
-    def _open(self) -> bytes:
-        item = self._item = _Item(len(self._output))
-        added = self._event(
-            "response.output_item.added", output_index=item.index, item=item.item("in_progress", [])
-        )
-        return added + self._about(item, "response.content_part.added", part=item.part)
+    def _event(self, kind: str, **members: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number, **members}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), dump(data))
+
+    def _about(self, item: OpenItem, event: tuple[str, dict[str, Any]]) -> bytes:
+        kind, members = event
+        return self._event(kind, item_id=item.id, output_index=item.index, **members)
 
     def _say(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        item = self._item
-        assert item is not None
-        item.text.append(text)
-        item.logprobs += logprobs
-        return self._about(item, "response.output_text.delta", delta=text, logprobs=logprobs)
+        events, item = b"", self._item
+        if not isinstance(item, MessageItem):
+            item = MessageItem(self._count)
+            events = self._open(item)
+        return events + self._about(item, item.say(text, logprobs))
 
-    def _close(self) -> bytes:
+    def _take(self, delta: Delta) -> bytes:
+        item = self._item
+        match delta:
+            case Content(text):
+                return self._say(text, [])
+            case Reasoning(text):
+                events = b""
+                if not isinstance(item, ReasoningItem):
+                    item = ReasoningItem(self._count)
+                    events = self._open(item)
+                return events + self._about(item, item.say(text))
+            case CallBegin(_, call_id, name):
+                return self._open(CallItem(self._count, call_id, name))
+            case CallArguments(_, text):
+                assert isinstance(item, CallItem)
+                return self._about(item, item.say(text))
+            case CallEnd():
+                return self._close("completed")
+            case CallBroken():
+                return self._close("incomplete", void=True)
+
+    def _open(self, item: OpenItem) -> bytes:
+        events = self._close("completed")
+        self._item = item
+        self._count += 1
+        shown = item.item("in_progress", begun=False)
+        added = self._event("response.output_item.added", output_index=item.index, item=shown)
+        return events + added + b"".join(self._about(item, event) for event in item.opening())
+
+    def _close(self, status: str, *, void: bool = False) -> bytes:
+        """End the open item, if there is one. ``void``: it is no part of the response after all."""
         item, self._item = self._item, None
         if item is None:
             return b""
-        part = item.part
-        done = item.item("incomplete" if self._reason == "length" else "completed", [part])
-        self._output.append(done)
-        return (
-            self._about(item, "response.output_text.done", text=part["text"], logprobs=item.logprobs)
-            + self._about(item, "response.content_part.done", part=part)
-            + self._event("response.output_item.done", output_index=item.index, item=done)
-        )
+        done = item.item(status)
+        if not void:
+            self._output.append(done)
+        events = b"".join(self._about(item, event) for event in item.closing())
+        return events + self._event("response.output_item.done", output_index=item.index, item=done)
 
-    def _about(self, item: _Item, kind: str, **members: Any) -> bytes:
-        return self._event(kind, item_id=item.id, output_index=item.index, content_index=0, **members)
+    def _end(self) -> bytes:
+        # An answer without a word is a message without a word.
+        events = self._open(MessageItem(self._count)) if self._item is None and not self._output else b""
+        return events + self._close("incomplete" if self._reason == "length" else "completed")
+
+    # -- responses -------------------------------------------------------------------------------------
 
     def _response(self, status: str) -> dict[str, Any]:
         return {
@@ -172,11 +168,26 @@ class ResponsesShape:
             "usage": _usage_object(usage),
             "timings": timings_object(timings, usage),
         }
-        self._finished_response = response
-        text = "".join(part["text"] for item in self._output for part in item["content"])
         if self._keep is not None:
-            self._keep(response, [{"role": "assistant", "content": text}], len(dump(response)))
+            self._keep(response, [self._message()], len(dump(response)))
         return response
+
+    def _message(self) -> dict[str, Any]:
+        """What was said, as a message of chat."""
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        calls = []
+        for item in self._output:
+            if item["type"] == "message":
+                message["content"] += item["content"][0]["text"]
+            elif item["type"] == "reasoning":
+                thought = message.get("reasoning_content", "") + item["content"][0]["text"]
+                message["reasoning_content"] = thought
+            else:
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                calls.append({"id": item["call_id"], "type": "function", "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
 
 def _usage_object(usage: Usage) -> dict[str, Any]:
