@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
 import trio
+from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletion
 
 from skippy.engine import EngineOptions, Vocabulary
@@ -237,3 +239,44 @@ def test_text_that_the_tokenizer_cannot_take_is_a_400_and_not_a_crash(chain: Ser
         assert response.status_code == 400, response.text
         assert response.json()["error"]["type"] == "invalid_request_error"
     assert chat(chain, max_tokens=3).usage is not None
+
+
+def test_the_other_routes_give_what_chat_gives(chain: Served) -> None:
+    expected = chat(chain).choices[0].message.content
+    response = client(chain).responses.create(
+        model=chain.model, input=MESSAGES, max_output_tokens=24, temperature=0
+    )
+    assert response.output_text == expected
+    follow = client(chain).responses.create(
+        model=chain.model,
+        input="And another one?",
+        previous_response_id=response.id,
+        max_output_tokens=8,
+        temperature=0,
+    )
+    assert response.usage is not None
+    assert follow.usage is not None
+    assert follow.usage.input_tokens > response.usage.total_tokens
+    url = chain.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as api:
+        keys: Any = {"model": chain.model, "messages": MESSAGES, "max_tokens": 24}
+        with api.messages.stream(**keys, extra_body={"temperature": 0}) as stream:
+            assert stream.get_final_text() == expected
+        counted = api.messages.count_tokens(model=chain.model, messages=MESSAGES)
+    assert counted.input_tokens == response.usage.input_tokens
+    langchain = ChatOpenAI(
+        base_url=chain.url, api_key=lambda: "none", model=chain.model, temperature=0, max_tokens=24
+    )
+    assert langchain.invoke(MESSAGES).content == expected
+
+
+def test_tokens_and_prompts_of_the_real_tokenizer(chain: Served, vocabulary: Vocabulary) -> None:
+    with httpx.Client(base_url=chain.url, timeout=60) as http:
+        prompt = http.post("/apply-template", json={"messages": MESSAGES}).json()["prompt"]
+        tokens = http.post("/tokenize", json={"content": prompt}).json()["tokens"]
+        assert tokens == vocabulary.tokenize(prompt, add_special=False, parse_special=True)
+        assert http.post("/detokenize", json={"tokens": tokens}).json() == {"content": prompt}
+        identity = http.get("/tokenize").json()["identity"]
+        batch = {"requests": [{"text": TEXT, "identity": identity}]}
+        (result,) = http.post("/tokenize", json=batch).json()["results"]
+    assert result["tokens"] == vocabulary.tokenize(TEXT, add_special=False, parse_special=False)

@@ -136,8 +136,9 @@ async def test_a_conversation_goes_on() -> None:
         texts = [item.content async for item in pages]  # type: ignore[union-attr]
         assert texts == [str(index) for index in reversed(range(30))]
         for query in ("limit=0", "limit=x", "order=up", "after=x"):
-            wrong = await api._client.get(f"{api.base_url}responses/{third.id}/input_items?{query}")
-            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, query.split("=")[0])
+            with pytest.raises(openai.BadRequestError) as wrong:
+                await api.get(f"/responses/{third.id}/input_items?{query}", cast_to=object)
+            assert wrong.value.param == query.split("=")[0]
         await api.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             await api.responses.retrieve(first.id)
@@ -163,26 +164,26 @@ async def test_responses_belong_to_a_key_and_are_kept_only_if_asked_for() -> Non
         await api.responses.retrieve(kept.id)
 
 
-def stored(name: str, size: int) -> StoredResponse:
-    return StoredResponse({"id": name}, (), (), size)
-
-
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(max_entries=3, max_bytes=100)
+
+    def put(name: str, size: int) -> None:
+        store.put("", name, StoredResponse(b"x" * size, b"", b""))
+
     for name in "abc":
-        store.put("", stored(name, 10))
+        put(name, 10)
     assert store.get("", "a") is not None
-    store.put("", stored("d", 10))
+    put("d", 10)
     assert [store.get("", name) is not None for name in "abcd"] == [True, False, True, True]
-    store.put("", stored("e", 85))
+    put("e", 85)
     assert (len(store), store.bytes) == (2, 95)
-    store.put("", stored("f", 101))
+    put("f", 101)
     assert store.get("", "f") is None
     assert store.delete("", "e")
     assert not store.delete("", "e")
     assert store.bytes == 10
     empty = ResponseStore(max_entries=0, max_bytes=100)
-    empty.put("", stored("a", 1))
+    empty.put("", "a", StoredResponse(b"x", b"", b""))
     assert (len(empty), empty.bytes) == (0, 0)
 
 

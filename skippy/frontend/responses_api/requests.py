@@ -66,7 +66,7 @@ class ResponsesBody:
         value = self.data["input"]
         if isinstance(value, str):
             value = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
-        return [{"id": f"item_{index}", **item} for index, item in enumerate(value)]
+        return [{**item, "id": item.get("id") or f"item_{index}"} for index, item in enumerate(value)]
 
     def echo(self, request: ChatRequest) -> dict[str, Any]:
         """What the response repeats of the request, with the defaults that hold."""

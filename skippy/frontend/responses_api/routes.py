@@ -16,7 +16,7 @@ from ..namespaces import cache_namespace
 from ..options import FrontendOptions
 from ..routing import Bodies, caller_of_request, json_answer
 from ..service import Caller, CompletionService
-from .requests import ResponsesBody, parse_responses
+from .requests import Conversation, ResponsesBody, parse_responses
 from .shape import ResponsesShape
 from .store import ResponseStore, StoredResponse
 
@@ -36,11 +36,11 @@ def add_responses_routes(
         if request.args.get("stream", "false") == "true":
             text = "stored responses are not streamed; leave stream out"
             raise ApiError(text, param="stream", code="unsupported_model_feature")
-        return json_answer(_find(store, response_id).response)
+        return Response(_find(store, response_id).response, content_type="application/json")
 
     @app.get("/v1/responses/<response_id>/input_items")
     async def input_items(response_id: str) -> Response:
-        return json_answer(_page(_find(store, response_id).items))
+        return json_answer(_page(_find(store, response_id).load_items()))
 
     @app.delete("/v1/responses/<response_id>")
     async def delete(response_id: str) -> Response:
@@ -56,8 +56,11 @@ async def _respond(
     if body.previous is not None and (before := store.get(owner, body.previous)) is None:
         text = f"previous_response_id {body.previous[:100]!r} is not stored here, or not any more"
         raise ApiError(text, param="previous_response_id", code="previous_response_not_found")
-    history, size = ((), 0) if before is None else (before.messages, before.size)
-    conversation = await bodies.parse(body.size + size, functools.partial(body.chat, history))
+
+    def read() -> Conversation:
+        return body.chat(() if before is None else before.load_messages())
+
+    conversation = await bodies.parse(body.size + (0 if before is None else len(before.messages)), read)
     chat = conversation.request
     with conversation.body.renaming():
         chat = service.check(chat)
@@ -66,9 +69,9 @@ async def _respond(
         with conversation.body.renaming():
             return await service.chat_prompt(chat, caller)
 
-    def keep(response: dict[str, Any], said: list[dict[str, Any]], response_size: int) -> None:
-        whole = size + body.size + response_size
-        store.put(owner, StoredResponse(response, body.items, (*conversation.messages, *said), whole))
+    def keep(response: dict[str, Any], said: dict[str, Any]) -> None:
+        stored = StoredResponse.of(response, body.items, [*conversation.messages, said])
+        store.put(owner, response["id"], stored)
 
     scorer = None
     if chat.top_logprobs is not None:

@@ -14,7 +14,7 @@ from ..running import Usage
 from ..tools import CallArguments, CallBegin, CallBroken, CallEnd, Content, Delta, Reasoning
 from .items import CallItem, MessageItem, OpenItem, ReasoningItem, new_id
 
-Keep = Callable[[dict[str, Any], list[dict[str, Any]], int], object]
+Keep = Callable[[dict[str, Any], dict[str, Any]], object]
 
 
 class ResponsesShape:
@@ -23,7 +23,7 @@ class ResponsesShape:
     Args:
         echo: members of the response that repeat the request.
         scorer: words the log-probabilities of tokens; None: the request did not ask for any.
-        keep: takes the response once it is complete, the messages it said, and its size in bytes.
+        keep: takes the response once it is complete, and what it said as a message of chat.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ResponsesShape:
             "timings": timings_object(timings, usage),
         }
         if self._keep is not None:
-            self._keep(response, [self._message()], len(dump(response)))
+            self._keep(response, self._message())
         return response
 
     def _message(self) -> dict[str, Any]:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
+from ..responses import dump
+
 
 @attrs.frozen(slots=True)
 class StoredResponse:
-    """A complete response.
+    """A complete response. It is kept as JSON, so that its size is what it takes.
 
     Attributes:
-        response: its JSON.
-        items: of the input that it was asked with, as they were sent.
+        response: as its client got it.
+        items: of the input that it was asked with.
         messages: the conversation up to and with it, without instructions, as chat has it.
-        size: about how many bytes all that is.
     """
 
-    response: dict[str, Any]
-    items: Sequence[dict[str, Any]]
-    messages: Sequence[dict[str, Any]]
-    size: int
+    response: bytes
+    items: bytes
+    messages: bytes
+
+    @classmethod
+    def of(
+        cls, response: dict[str, Any], items: Sequence[dict[str, Any]], messages: Sequence[dict[str, Any]]
+    ) -> StoredResponse:
+        return cls(dump(response), dump(items), dump(messages))
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.response) + len(self.items) + len(self.messages)
+
+    def load_items(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = json.loads(self.items)
+        return items
+
+    def load_messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = json.loads(self.messages)
+        return messages
 
 
 class ResponseStore:
@@ -47,10 +67,10 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, owner: str, stored: StoredResponse) -> None:
+    def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         if stored.size > self._max_bytes:
             return
-        self._entries[owner, stored.response["id"]] = stored
+        self._entries[owner, response_id] = stored
         self._bytes += stored.size
         while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
             _, oldest = self._entries.popitem(last=False)
