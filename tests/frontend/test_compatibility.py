@@ -37,6 +37,7 @@ SCHEMA = {
     "required": ["color", "count"],
     "additionalProperties": False,
 }
+TOOL: Any = {"name": "paint", "description": "Paints.", "parameters": SCHEMA}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 
 
@@ -166,6 +167,17 @@ def with_openai(server: Server) -> None:
 
         formed = chat.parse(model=server.model, messages=MESSAGES, response_format=Answer, max_tokens=200)
         assert formed.choices[0].message.parsed is not None
+        tools: Any = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
+        tools["parallel_tool_calls"] = False
+        called = chat.create(model=server.model, messages=MESSAGES, max_tokens=200, **tools)
+        assert called.choices[0].finish_reason == "tool_calls"
+        (call,) = called.choices[0].message.tool_calls or ()
+        assert set(json.loads(call.function.arguments)) == {"color", "count"}  # type: ignore[union-attr]
+        tools["tools"] = [{"type": "function", **TOOL}]
+        answer = api.responses.create(model=server.model, input="a", max_output_tokens=200, **tools)
+        assert [(item.type, item.name) for item in answer.output if item.type == "function_call"] == [
+            ("function_call", "paint")
+        ]
         first = api.responses.create(model=server.model, input="a", temperature=0)
         second = api.responses.create(model=server.model, input="b", previous_response_id=first.id)
         assert second.usage is not None
@@ -184,6 +196,11 @@ def with_anthropic(server: Server) -> None:
         whole = api.messages.create(**keys, extra_body={"temperature": 0})
         with api.messages.stream(**keys, extra_body={"temperature": 0}) as stream:
             assert stream.get_final_text() == whole.content[0].text  # type: ignore[union-attr]
+        tools = [{"name": "paint", "input_schema": SCHEMA}]
+        keys |= {"max_tokens": 200, "tools": tools, "tool_choice": {"type": "any"}}
+        (block,) = api.messages.create(**keys).content
+        assert block.type == "tool_use"
+        assert set(block.input) == {"color", "count"}
 
 
 def with_langchain(server: Server) -> None:
@@ -197,6 +214,9 @@ def with_langchain(server: Server) -> None:
     longer = langchain_openai.ChatOpenAI(**keys, temperature=0, max_tokens=200)
     formed = longer.with_structured_output({"title": "answer", **SCHEMA}, method="json_schema")
     assert set(formed.invoke(conversation)) == {"color", "count"}
+    bound = longer.bind_tools([TOOL], tool_choice="any", parallel_tool_calls=False)
+    (call,) = bound.invoke(conversation).tool_calls
+    assert (call["name"], set(call["args"])) == ("paint", {"color", "count"})
     responses = langchain_openai.ChatOpenAI(**keys, temperature=0, use_responses_api=True)
     assert responses.invoke("Say a word.").text
 
