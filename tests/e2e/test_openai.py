@@ -46,17 +46,46 @@ def vocabulary(bundled_model: Path) -> Vocabulary:
 
 
 def test_greedy_text_is_the_same_for_one_two_and_three_stages(bundled_model: Path, chain: Served) -> None:
-    def texts(served: Served) -> tuple[str | None, str]:
+    def texts(served: Served) -> tuple[Any, ...]:
+        """With the log-probabilities, which the last stage sends with each token."""
         completion = client(served).completions.create(
-            model=served.model, prompt=TEXT, max_tokens=48, temperature=0
+            model=served.model, prompt=TEXT, max_tokens=48, temperature=0, logprobs=3
         )
-        return chat(served, max_tokens=48).choices[0].message.content, completion.choices[0].text
+        answer = chat(served, max_tokens=48).choices[0].message.content
+        scores = completion.choices[0].logprobs
+        assert scores is not None
+        assert "".join(scores.tokens or ()) == completion.choices[0].text
+        likeliest = [max(top, key=lambda token: top[token]) for top in scores.top_logprobs or ()]
+        assert likeliest == scores.tokens
+        return answer, completion.choices[0].text, scores.token_logprobs, scores.top_logprobs
 
     expected = texts(chain)
     assert all(expected)
     for stages in (1, 2):
         with serve(bundled_model, stages) as served:
             assert texts(served) == expected, f"{stages} stages"
+
+
+def test_choices_and_all_that_samplers_do(chain: Served) -> None:
+    """Of several choices the first is what one alone would be; a seed gives the same again."""
+    everything = {
+        "top_k": 50, "min_p": 0.01, "typical_p": 0.98, "top_n_sigma": 3, "dynatemp_range": 0.2,
+        "repeat_penalty": 1.1, "dry_multiplier": 0.5, "xtc_probability": 0.2, "logit_bias": [[1000, -5]],
+        "samplers": "edskypmxt",
+    }  # fmt: skip
+    for extra in (everything, {"mirostat": 1, "mirostat_tau": 4}, {"mirostat": 2, "mirostat_tau": 4}):
+        fields: dict[str, Any] = {"temperature": 1, "seed": 5, "max_tokens": 12, "extra_body": extra}
+        alone = chat(chain, **fields)
+        assert chat(chain, **fields).choices[0].message == alone.choices[0].message
+        three = chat(chain, n=3, logprobs=True, **fields)
+        assert [choice.index for choice in three.choices] == [0, 1, 2]
+        texts = [choice.message.content for choice in three.choices]
+        assert len(set(texts)) == 3
+        assert three.usage is not None
+        assert alone.usage is not None
+        assert three.usage.prompt_tokens == alone.usage.prompt_tokens
+        counts = [len((choice.logprobs and choice.logprobs.content) or ()) for choice in three.choices]
+        assert three.usage.completion_tokens == sum(counts)
 
 
 def test_uneven_cuts_change_nothing(bundled_model: Path, chain: Served) -> None:

@@ -13,7 +13,7 @@ from gguf import GGUFValueType
 
 from skippy.engine import EngineError, EngineOptions, ModelLoadError, Vocabulary
 from skippy.engine.llama import LlamaEngine
-from skippy.models import SliceInfo
+from skippy.models import GGUFHeader, SliceInfo, write_slice
 from tests.support.tiny_models import write_tiny
 
 from .chains import Kind
@@ -124,7 +124,7 @@ import sys, threading
 from pathlib import Path
 from skippy.engine import EngineOptions
 from skippy.engine.llama import LlamaEngine
-from skippy.models import SliceInfo
+from skippy.models import GGUFHeader, SliceInfo, write_slice
 
 engine = LlamaEngine.load(SliceInfo.from_file(Path(sys.argv[1])), EngineOptions(n_threads=1))
 text = " " + "a" * 65536
@@ -205,3 +205,23 @@ def test_special_ids_outside_the_vocabulary(flag: str, tmp_path: Path) -> None:
     tokens = engine.vocabulary.tokenize("hello", add_special=True, parse_special=True)
     assert all(0 <= token < engine.vocabulary.size for token in tokens)
     engine.close()
+
+
+def test_recommended_sampling_survives_slicing(tmp_path: Path) -> None:
+    extra = {
+        "general.sampling.temp": (GGUFValueType.FLOAT32, 0.6),
+        "general.sampling.top_k": (GGUFValueType.INT32, 20),
+        "general.sampling.sequence": (GGUFValueType.STRING, "top_k;temperature"),
+    }
+    whole = write_tiny(tmp_path / "whole.gguf", extra=extra)
+    first = write_slice(GGUFHeader.read(whole), tmp_path / "first.gguf", 0, 2).path
+    for path, plain in ((whole, False), (first, False), (write_tiny(tmp_path / "plain.gguf"), True)):
+        options = EngineOptions(context_length=64, max_sequences=1)
+        engine = LlamaEngine.load(SliceInfo.from_file(path), options)
+        assert engine.vocabulary is not None
+        found = dict(engine.vocabulary.sampling_metadata)
+        engine.close()
+        assert found.keys() == (set() if plain else {"temp", "top_k", "sequence"})
+        if not plain:
+            assert (float(found["temp"]), found["top_k"]) == (pytest.approx(0.6, abs=1e-6), "20")
+            assert found["sequence"] == "top_k;temperature"
