@@ -36,6 +36,7 @@ from .lanes import LanePool, PooledLane
 from .prefill import Prefill
 from .recovery import Recovery
 from .restoring import Restored, Restorer
+from .sharing import PromptSharer
 from .status import ChainStatus, LastRequest, chain_status
 
 
@@ -82,6 +83,7 @@ class ChainGenerator:
         # What is kept in the cache gives way to lanes, so it takes nothing from them.
         kv_tokens = stage.info.context_length * stage.config.lane_count
         self.gate = AdmissionGate(pool, kv_tokens, options, stage.context.telemetry)
+        self._sharer = PromptSharer(self.gate, pool, self.prefill, self.restorer, new_id)
         self._cache = ChainCaches(stage, self.restorer, self.gate, new_id)
         self._last_request: LastRequest | None = None
 
@@ -151,27 +153,8 @@ class ChainGenerator:
         return count
 
     async def share(self, request: GenerationRequest) -> int:
-        count = await self._check(request)
-        if not self.restorer.keeps(count - 1):
-            return 0
-        request = attrs.evolve(request, sampling=None, top_logprobs=None, constraint=None)
-        plan = await self.restorer.plan(request, (), audit=False)
-        if plan.length == count - 1:
-            return plan.length
-        admission = await self.gate.acquire(count, 0)
-        with admission.running() as lane:
-            lane.request = self._new_id(), self._new_id()
-            try:
-                await self.prefill.configure(lane, request)
-                restored = await self.restorer.restore(lane, request, (), plan)
-                await self.prefill.run(lane, request, (), restored.length, plan.schedule)
-            except StageError:  # the generations find out for themselves, and can be replayed
-                return 0
-            finally:
-                self.prefill.ended(lane)
-            lane.left = request.namespace, request.prompt[:-1]
-        await self._pool.wait_left(lane)
-        return restored.length
+        await self._check(request)
+        return await self._sharer.share(request)
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ChainStream]:
