@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -38,9 +37,7 @@ class Scheduler:
         self.safe = iterations.safe
         """One sequence at a time, in order of arrival; chunks of prompts are to be of one size, too."""
         self._runtime = runtime
-        # A heap. Caches that are split by sequence compute rows of neighbours together, so live sequences are
-        # kept side by side: the lowest free id goes first.
-        self._free = list(range(engine.info.max_sequences))
+        self._free = set(range(engine.info.max_sequences))
         self._waiting = trio.lowlevel.ParkingLot()
         self._kept: set[int] = set()
         """Sequences of nobody's session, which hold what the prefix cache remembers."""
@@ -82,20 +79,24 @@ class Scheduler:
         return len(self._free)
 
     def take_sequence(self, wanted: int | None = None) -> int | None:
-        """An empty native sequence id, ``wanted`` if that is empty; else the lowest, else one that was kept.
+        """An empty native sequence id, ``wanted`` if that is empty; else one beside sessions', else one that
+        was kept.
 
         None where sessions have all of them. Never waits.
         """
         if self.full or (not self._free and not self.evict()):
             return None
-        if wanted in self._free:
-            self._free.remove(wanted)
-            heapq.heapify(self._free)
-            taken = wanted
-        else:
-            taken = heapq.heappop(self._free)
+        taken = wanted if wanted is not None and wanted in self._free else min(self._free, key=self._place)
+        self._free.remove(taken)
         self.on_taken()
         return taken
+
+    def _place(self, sequence: int) -> tuple[int, int]:
+        """The less, the better: a cache that is split by sequence computes rows of neighbours together."""
+        nobodys = self._free | self._kept
+        sequences = range(self.info.max_sequences)
+        beside = (other for other in (sequence - 1, sequence + 1) if other in sequences)
+        return -sum(other not in nobodys for other in beside), sequence
 
     async def acquire_sequence(self, wanted: int | None = None) -> int:
         """As :meth:`take_sequence`; waits up to SEQUENCE_WAIT_SECS for one, else RequestFailed."""
@@ -116,7 +117,7 @@ class Scheduler:
         """
         self._runtime.post(functools.partial(self._forget, sequence))
         self._kept.discard(sequence)
-        heapq.heappush(self._free, sequence)
+        self._free.add(sequence)
         self._waiting.unpark()
 
     def keep_sequence(self, sequence: int) -> None:
@@ -146,7 +147,6 @@ class Scheduler:
         """Nobody gets a sequence whose content is not known. One that a session has comes back here."""
         if sequence in self._free:
             self._free.remove(sequence)
-            heapq.heapify(self._free)
             self.on_quarantine(sequence)
 
     def pause(self, sequence: int) -> None:

@@ -40,7 +40,7 @@ class Request:
         texts: which texts the prompt consists of.
         again: the prompt goes on with what the lane's last request has generated.
         leaves: the client is gone after so many of its messages; None: it stays to the end.
-        evicts: what some stage forgets beforehand: "one" entry, or "all" of them.
+        evicts: what some stage forgets beforehand: "one" entry, or "all" of them; "every": all stages do.
     """
 
     texts: tuple[int, ...]
@@ -62,7 +62,7 @@ requests = st.builds(
     namespace=st.sampled_from(["", "ab"]),
     way=st.sampled_from(["restore", "restore", "restore", "fused", "cold"]),
     leaves=st.none() | st.integers(1, 5),
-    evicts=st.none() | st.sampled_from(["one", "all"]),
+    evicts=st.none() | st.sampled_from(["one", "all", "every"]),
 )
 
 
@@ -75,19 +75,33 @@ requests = st.builds(
             "max_entries": st.integers(1, 8),
             "extra_sequences": st.integers(0, 3),
             "min_tokens": st.integers(1, 12),
+            "max_bytes": st.sampled_from([0, 1, 2000, 20_000]),
+            "activation_max_bytes": st.sampled_from([0, 500, 2**20]),
         }
     ),
     spare=st.integers(0, 2),
     inline=st.booleans(),
+    unified=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_no_answer_depends_on_what_is_remembered(
-    stages: int, lanes: list[list[Request]], kv: dict[str, Any], spare: int, inline: bool, seed: int
+    stages: int,
+    lanes: list[list[Request]],
+    kv: dict[str, Any],
+    spare: int,
+    inline: bool,
+    unified: bool,
+    seed: int,
 ) -> None:
     async def run() -> None:
         with trio.fail_after(60):
             async with cached_cluster(
-                stages, kv=kv, lane_count=len(lanes) + spare, inline=inline, ctx_size=256
+                stages,
+                kv=kv,
+                lane_count=len(lanes) + spare,
+                inline=inline,
+                ctx_size=256,
+                kv_unified=unified,
             ) as cluster:
                 async with trio.open_nursery() as nursery:
                     for number, workload in enumerate(lanes):
@@ -176,6 +190,10 @@ async def _leave(driver: Driver, request: Request, prompt: list[int]) -> None:
 def _forget(cluster: Cluster, request: Request, rng: random.Random) -> None:
     if request.evicts is None:
         return
+    if request.evicts == "every":
+        for index in range(len(cluster.stages)):
+            cache_of(cluster, index).forget_all("all")
+        return
     cache = cache_of(cluster, rng.randrange(len(cluster.stages)))
     entries = cache.index.entries()
     if request.evicts == "one":
@@ -188,10 +206,17 @@ async def _check(stage: Stage) -> None:
     """What is kept is in the engine, and nothing else."""
     cache, sequences = stage.context.cache, range(stage.info.max_sequences)
     assert cache is not None
+    assert cache.states is not None
+    await cache.states.writer.wait_idle()
     lengths = await stage.context.scheduler.run(lambda engine: [engine.length(each) for each in sequences])
     entries = cache.index.entries()
     assert not any(entry.live or entry.refs for entry in entries)
-    held = {entry.sequence: entry.length for entry in entries}
-    assert len(held) == len(entries) <= cache.settings.max_entries
+    assert len(entries) <= cache.settings.max_entries
+    resident = [entry for entry in entries if entry.sequence is not None]
+    held = {entry.sequence: entry.length for entry in resident}
+    assert len(held) == len(resident)
+    blocks = cache.states.blocks
+    assert blocks.stats().states == sum(entry.state is not None for entry in entries)
+    assert blocks.used_bytes <= blocks.max_bytes
     for sequence, length in zip(sequences, lengths, strict=True):
         assert length >= held[sequence] if sequence in held else length == 0

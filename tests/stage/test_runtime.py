@@ -124,14 +124,23 @@ async def test_a_fault_of_this_program_ends_the_block_and_is_raised(
         await use()
 
 
-async def test_the_lowest_free_sequence_goes_first() -> None:
-    """So that live sequences are neighbours, whose rows one ubatch of a split cache can hold."""
+async def test_sessions_get_sequences_side_by_side() -> None:
+    """So that one ubatch of a split cache can hold their rows."""
     with trio.fail_after(10):
         async with open_scheduler(lambda: ToyEngine(max_sequences=4), InlineRuntime()) as scheduler:
             assert [await scheduler.acquire_sequence() for _ in range(4)] == [0, 1, 2, 3]
             for sequence in (2, 0, 1):
                 scheduler.release_sequence(sequence)
-            assert [await scheduler.acquire_sequence() for _ in range(3)] == [0, 1, 2]
+            assert [await scheduler.acquire_sequence() for _ in range(3)] == [2, 1, 0]  # beside 3
+            for sequence in (0, 2):
+                scheduler.keep_sequence(sequence)  # nobody's any more
+            scheduler.release_sequence(3)
+            assert await scheduler.acquire_sequence() == 3  # 1 has no neighbour that is free
+            scheduler.release_sequence(1)
+            scheduler.use_kept(0)
+            assert await scheduler.acquire_sequence(1) == 1
+            scheduler.release_sequence(1)
+            assert await scheduler.acquire_sequence() == 1
 
 
 def toy_iterations(engine: ToyEngine | None = None) -> Iterations:
