@@ -38,6 +38,8 @@ class Scheduler:
         """One sequence at a time, in order of arrival; chunks of prompts are to be of one size, too."""
         self._runtime = runtime
         self._free = set(range(engine.info.max_sequences))
+        self._broken: set[int] = set()
+        """Sequences of sessions that could not be emptied before they got them."""
         self._waiting = trio.lowlevel.ParkingLot()
         self._kept: set[int] = set()
         """Sequences of nobody's session, which hold what the prefix cache remembers."""
@@ -113,10 +115,15 @@ class Scheduler:
     def release_sequence(self, sequence: int) -> None:
         """Forget the sequence's state and make the id free. Never waits.
 
-        The id is free at once: whoever takes it queues its calls behind the drop.
+        The id is free at once: whoever takes it queues its calls behind the drop, and finds out by
+        :meth:`is_broken` where that has failed.
         """
-        self._runtime.post(functools.partial(self._forget, sequence))
         self._kept.discard(sequence)
+        if sequence in self._broken:
+            self._broken.remove(sequence)
+            self.on_quarantine(sequence)
+            return
+        self._runtime.post(functools.partial(self._forget, sequence))
         self._free.add(sequence)
         self._waiting.unpark()
 
@@ -144,10 +151,17 @@ class Scheduler:
             raise
 
     def _quarantine(self, sequence: int) -> None:
-        """Nobody gets a sequence whose content is not known. One that a session has comes back here."""
+        """Nobody gets a sequence whose content is not known, once the session that has it is over."""
         if sequence in self._free:
             self._free.remove(sequence)
             self.on_quarantine(sequence)
+        else:
+            self._broken.add(sequence)
+
+    def is_broken(self, sequence: int) -> bool:
+        """Whether a session's sequence could not be emptied for it: its rows fail, and nothing is wrong with
+        them."""
+        return sequence in self._broken
 
     def pause(self, sequence: int) -> None:
         """The session of this sequence does not decode on for now: batches must not wait for it."""

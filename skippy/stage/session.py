@@ -216,13 +216,15 @@ class StageSession:
         """Run what :meth:`prepare` gave. Cancelled, rows that have not begun do not run any more.
 
         The message's activation and the output are in use until the work is over. Raises RequestFailed when
-        the engine refuses or fails.
+        the engine refuses or fails, LaneLost where another sequence would do.
         """
         try:
             await self._scheduler.carry_out(work)
         except GrammarFailed as exc:
             raise SettingsRefused(str(exc)) from exc
         except (ValueError, EngineError) as exc:
+            if self._scheduler.is_broken(work.segment.sequence):
+                raise LaneLost(f"a native sequence could not be emptied: {exc}") from exc
             raise RequestFailed(str(exc)) from exc
 
     def prepare_run(self, message: Message, run: LocalRun, settle: Settle) -> Work:
