@@ -190,7 +190,7 @@ def test_errors_are_the_clients_typed_exceptions(chain: Served) -> None:
         client(chain).chat.completions.create(model="nonesuch", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as several:
-        chat(chain, n=2)
+        chat(chain, n=129)
     assert several.value.param == "n"
     with pytest.raises(openai.BadRequestError) as long:
         client(chain).completions.create(model=chain.model, prompt="word " * 9000, max_tokens=1)

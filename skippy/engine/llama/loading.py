@@ -152,7 +152,9 @@ def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap
     params.swa_full = options.swa_full
     params.no_perf = True
     params.embeddings = False
-    params.pooling_type = api.LLAMA_POOLING_TYPE_NONE  # rows are pooled by who asks for embeddings
+    if metadata(model, f"{info.architecture}.pooling_type") is not None:
+        # Rows are pooled by who asks for embeddings. Models that say nothing do without, and warn if told.
+        params.pooling_type = api.LLAMA_POOLING_TYPE_NONE
     if tap is not None:
         params.cb_eval = ctypes.cast(tap.callback, type(params.cb_eval))
         params.cb_eval_user_data = tap.user_data
