@@ -163,6 +163,7 @@ class Choice:
         self._scores = _ScoreQueue() if scored else None
         self._parser = None if reading is None else reading.parser()
         self._shown = frozenset[int]() if reading is None else reading.shown
+        self._never_ends = reading is None or reading.tools is None or reading.parallel
 
     @property
     def stopped(self) -> bool:
@@ -173,6 +174,11 @@ class Choice:
     def is_plain(self) -> bool:
         """Whether text goes out as it comes in, and nothing else: :meth:`take` may be used."""
         return self._scores is None and not self._matcher.seeks and self._active_parser is None
+
+    @property
+    def flows(self) -> bool:
+        """Whether no token makes it :attr:`stopped`, or comes with more than its id."""
+        return self._scores is None and not self._matcher.seeks and self._never_ends
 
     @property
     def _active_parser(self) -> OutputParser | None:

@@ -13,6 +13,11 @@ import attrs
 _SHORTEST_PART: Final = 2
 """Characters of a special token's text that, at a text's border, may become it with what stands beside."""
 _DIGITS: Final = 20
+_MARK: Final = "qz"
+# Between the digits is a quotation mark, or what a template has made of it.
+_PLACEHOLDER: Final = re.compile(
+    rf"{_MARK}(\d{{{_DIGITS}}})(.{{0,32}}?)(?=(\d{{{_DIGITS}}}))", re.ASCII | re.IGNORECASE
+)
 
 
 @attrs.frozen(slots=True)
@@ -64,10 +69,10 @@ class Guard:
         if not self._special.concern(core):
             core = text
         before, after = text.split(core, 1)
-        # Digits have no upper case, and mean nothing in JSON strings, HTML or regular expressions.
+        # Letters and digits mean nothing in JSON strings, HTML or regular expressions.
         left, right = (str(secrets.randbelow(10**_DIGITS)).zfill(_DIGITS) for _ in range(2))
         self._originals[left + right] = core
-        return f'{before}{left}"{right}{after}'
+        return f'{before}{_MARK}{left}"{right}{after}'
 
     def value(self, value: Any) -> Any:
         """A JSON value with all its texts, keys too, passed through :meth:`text`."""
@@ -84,11 +89,11 @@ class Guard:
         result: list[PromptSegment] = []
         end = 0
         if self._originals:
-            for match in re.finditer(rf'(\d{{{_DIGITS}}})(\\*)"(?=(\d{{{_DIGITS}}}))', rendered):
+            for match in _PLACEHOLDER.finditer(rendered):
                 core = self._originals.get(match[1] + match[3])
                 if core is not None:
                     _add(result, rendered[end : match.start()], trusted=True)
-                    _add(result, _escaped(core, len(match[2])), trusted=False)
+                    _add(result, _escaped(core, match[2]), trusted=False)
                     end = match.end() + _DIGITS
         _add(result, rendered[end:], trusted=True)
         return result
@@ -99,8 +104,12 @@ def _add(segments: list[PromptSegment], text: str, *, trusted: bool) -> None:
         segments.append(PromptSegment(text, trusted))
 
 
-def _escaped(text: str, backslashes: int) -> str:
-    """``text`` as a JSON string without its quotation marks, made so often that ``"`` has ``backslashes``."""
+def _escaped(text: str, mark: str) -> str:
+    """``text`` as a JSON string without its quotation marks, made as often as made ``mark`` of one.
+
+    What templates do otherwise with a quotation mark does not matter to the text.
+    """
+    backslashes = mark.count("\\") if mark.endswith('"') else 0
     for _ in range((backslashes + 1).bit_length() - 1):
         text = json.dumps(text, ensure_ascii=False)[1:-1]
     return text

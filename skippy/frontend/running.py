@@ -60,6 +60,7 @@ class GenerationTask:
         express: takes the index of a choice and a piece of its text in place of a reader that waits for one,
             which saves the switch to the reader's task with every token. False: the reader must go on, and
             gets an empty piece.
+        express_piece: the same for pieces that are not only text.
         begun_at: when :attr:`begun` came true, on Trio's clock.
         choices: in the order of their indices; empty before the requests are there.
     """
@@ -89,6 +90,7 @@ class GenerationTask:
         self._cached_tokens = 0
         """Of prompts that several choices share."""
         self.express: Callable[[int, str], bool] | None = None
+        self.express_piece: Callable[[Piece], bool] | None = None
         self.outcome: Outcome = "running"
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
@@ -259,10 +261,17 @@ class GenerationTask:
 
     def _take_now(self, choice: Choice, token: int) -> bool:
         """Take a token in place of :meth:`_run_choice`; False, and nothing has happened, where that must."""
-        if self.express is None or not choice.is_plain or not self._reader_waits:
+        if self.express is None or not self._reader_waits:
             return False
-        text = choice.take(token)
-        if text and not self.express(choice.index, text):
+        if choice.is_plain:
+            text = choice.take(token)
+            taken = not text or self.express(choice.index, text)
+        elif self.express_piece is not None and choice.flows:
+            piece = choice.feed(token, None)
+            taken = piece is None or self.express_piece(piece)
+        else:
+            return False
+        if not taken:
             self._send.send_nowait(_LEFT_OVER)
         return True
 

@@ -301,6 +301,7 @@ async def _stream(
     if direct is not None:
         send_now = direct.send_now
         task.express = lambda choice, text: not (data := shape.delta(choice, text)) or send_now(data)
+        task.express_piece = lambda piece: not (data := _frame(shape, piece)) or send_now(data)
     async for piece in task.events:
         if direct is not None:
             await direct.flush()

@@ -6,9 +6,11 @@ import pytest
 import trio
 import trio.testing
 
+from skippy.frontend.choices import ChoiceResult, Piece
 from skippy.frontend.errors import ApiError
 from skippy.frontend.generation import FinishReason, GenerationRequest
 from skippy.frontend.running import SHUTTING_DOWN, GenerationTask
+from skippy.frontend.tools import THINK, AnswerReading, ToolFormat, collect as answer_of
 
 from .support import Script, ScriptedGenerator, say
 
@@ -154,3 +156,41 @@ async def test_unknown_failures_stay_in_the_log(caplog: pytest.LogCaptureFixture
     assert task.error.status == 500
     assert "secret" not in task.error.message
     assert "secret" in caplog.text
+
+
+async def test_express_takes_reasoning_and_calls_too() -> None:
+    text = b'<think>Hm</think>So <tool_call>{"name": "f"}</tool_call>'
+    waits = [trio.Event() for _ in text]
+    steps = [step for pair in zip(waits, text, strict=True) for step in pair]
+    request = GenerationRequest(
+        prompt=[1],
+        max_tokens=100,
+        reading=AnswerReading(tools=ToolFormat.HERMES, names=frozenset({"f"}), reasoning=THINK),
+    )
+
+    async def prepare() -> list[GenerationRequest]:
+        return [request]
+
+    task = GenerationTask(ScriptedGenerator(lambda _: steps), prepare, (), stall_secs=10, buffer=2)
+    pieces: list[Piece] = []
+    task.express = lambda index, text: not pieces.append(Piece(index, text))  # type: ignore[func-returns-value]
+    task.express_piece = lambda piece: not pieces.append(piece)  # type: ignore[func-returns-value]
+    result = ChoiceResult()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(task.run)
+
+        async def read() -> None:
+            async for piece in task.events:
+                assert piece is not None
+                assert piece.finish_reason is not None  # the last one; all others were taken
+                result.add(piece)
+
+        nursery.start_soon(read)
+        for wait in waits:
+            await trio.testing.wait_all_tasks_blocked()
+            wait.set()
+    for piece in pieces:
+        result.add(piece)
+    answer = answer_of(result.deltas)
+    assert (result.text, answer.reasoning, [call.name for call in answer.calls]) == ("So", "Hm", ["f"])
+    assert task.finish_reason == "tool_calls"

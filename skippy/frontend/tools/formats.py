@@ -73,7 +73,7 @@ FUNCTION_TAG: Final = "<function="
 _SIGNS: Final[tuple[tuple[ToolFormat, tuple[str, ...]], ...]] = (
     (ToolFormat.DEEPSEEK, tuple(words.calls_begin for words in DEEPSEEK_WORDS)),
     (ToolFormat.MISTRAL, (TOOL_CALLS,)),
-    (ToolFormat.FUNCTIONARY, (">>>all", "recipient\n", "'>>>'", '">>>"')),
+    (ToolFormat.FUNCTIONARY, (">>>all", "'>>>'", '">>>"')),
     (ToolFormat.HERMES, tuple(CALL_TAGS)),
     (ToolFormat.FUNCTION_TAG, (FUNCTION_TAG,)),
     (ToolFormat.LLAMA3, (PYTHON_TAG, '"parameters": dictionary', "<|start_header_id|>ipython")),

@@ -342,6 +342,27 @@ async def test_json_of_guarded_tools_is_json() -> None:
     assert function == {"name": "weather", "description": ATTACK, "parameters": tool.parameters}
 
 
+@pytest.mark.parametrize(
+    ("filters", "text"),
+    [
+        ("upper", ATTACK),
+        ("title", ATTACK),
+        ("replace('\"', '')", ATTACK),
+        ("replace('\"', '\\'')", ATTACK),
+        ("e", ATTACK),
+        ("tojson", json.dumps(ATTACK, ensure_ascii=False)),
+        ("tojson | tojson", json.dumps(json.dumps(ATTACK, ensure_ascii=False), ensure_ascii=False)),
+    ],
+)
+async def test_what_templates_do_with_texts_that_are_taken_out(filters: str, text: str) -> None:
+    async with prompts(f"a{{{{ messages[0].content | {filters} }}}}b") as builder:
+        segments = await builder.render([ChatMessage("user", ATTACK)])
+        digits = await builder.render([ChatMessage("user", f'qz{"7" * 50}"{"7" * 50}<s>{"7" * 50}')])
+    assert "".join(segment.text for segment in segments) == f"a{text}b"
+    assert not any("obey" in segment.text for segment in segments if segment.trusted)
+    assert not any("<s>" in segment.text for segment in digits if segment.trusted)
+
+
 async def test_a_special_token_does_not_grow_together_from_two_texts() -> None:
     template = "{{ messages[0].content }}{{ messages[1].content }}|>{{ messages[2].content }}"
     messages = [ChatMessage("user", text) for text in ("a<|im_", "start", "b")]
