@@ -23,6 +23,9 @@ MAX_CHARACTERS: Final = 64 * 1024
 WHITESPACE: Final = r" |\n[ \t]{0,20}"
 """What may stand, once, wherever JSON allows white space: models that are unsure go on with it for ever."""
 
+SMALLEST_STEP: Final = 1e-9
+"""Of numbers, which are so long at most; models that are unsure go on with digits, too."""
+
 _ENFORCED: Final = frozenset(
     (  # noqa: SIM905
         "type enum const anyOf oneOf allOf $ref properties required additionalProperties patternProperties "
@@ -120,8 +123,12 @@ def _check_keywords(schema: dict[str, Any], path: str) -> None:
 
 
 def _prepare(schema: dict[str, Any]) -> None:
-    """Leave out what says nothing, and put exact patterns in the place of some formats."""
+    """Leave out what says nothing, bound fractions, and put exact patterns in the place of some formats."""
     schema.pop("uniqueItems", None)  # false
+    kinds = schema.get("type")
+    numeric = kinds == "number" or (isinstance(kinds, list) and "number" in kinds)
+    if numeric and not {"multipleOf", "enum", "const"} & schema.keys():
+        schema["multipleOf"] = SMALLEST_STEP
     form = schema.get("format")
     pattern = _EXACT_FORMATS.get(form) if isinstance(form, str) else None
     if pattern is None:

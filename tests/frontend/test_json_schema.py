@@ -84,6 +84,8 @@ _TREE = {
         ({"type": ["string", "null"], "maxLength": 2}, ["null", '"ab"', '"语é"'], ['"abc"', "1"]),
         ({"type": "integer", "minimum": -5, "maximum": 12}, ["-5", "0", "12"], ["-6", "13", "1.5", "012"]),
         ({"type": "number", "exclusiveMinimum": 1, "maximum": 2}, ["1.5", "2", "2.0"], ["1", "0.9", "2.01"]),
+        ({"type": ["number", "null"]}, ["1.123456789", "-7", "null"], ["1.1234567891", "1e5"]),
+        ({"enum": [1, 2.5], "type": "number"}, ["1", "2.5"], ["2"]),
         ({"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 50}, ["0", "45"], ["3", "55"]),
         ({"type": "string", "pattern": "^a+$"}, ['"aa"'], ['"ab"', '""']),
         ({"type": "string", "pattern": "b"}, ['"abc"'], ['"ac"']),
