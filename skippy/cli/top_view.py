@@ -81,6 +81,11 @@ def _stages(status: Mapping[str, Any]) -> Table:
     for stage in status["stages"]:
         end = "…" if stage["layer_end"] is None else int(stage["layer_end"]) - 1
         notes = []
+        for times in status["times"]:
+            if times["index"] == stage["index"]:
+                notes.append(f"{times['compute_ms']:.1f} ms for {times['tokens']} tokens")
+                if times["bytes"]:
+                    notes.append(f"hop {times['write_ms'] + times['wait_ms']:.1f} ms")
         if hops.get("compute_stage") == stage["index"]:
             notes.append(f"slowest: {hops['compute_ms']:.1f} ms for {hops['compute_tokens']} tokens")
         if hops.get("edge_bytes") and hops["edge_stage"] == stage["index"]:

@@ -59,7 +59,7 @@ def create_app(generator: Generator, options: FrontendOptions | None = None) -> 
     app.config["BACKGROUND_TASK_SHUTDOWN_TIMEOUT"] = None
     app.url_map.merge_slashes = False
     app.extensions[_EXTENSION] = service
-    app.extensions[_FEED] = feed = LiveFeed(generator.status)
+    app.extensions[_FEED] = feed = LiveFeed(generator.status, refresh=generator.time_stages)
 
     @app.before_serving
     async def start_renderer() -> None:

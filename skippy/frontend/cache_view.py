@@ -10,7 +10,7 @@ import trio
 
 from skippy.protocol import ReplyAnnex
 from skippy.stage import GenerationSettings, Stage, StageError
-from skippy.stage.reports import COMMON, cache_report, parse_reports
+from skippy.stage.reports import COMMON, cache_report, parse_reports, timing_report
 
 from .admission import AdmissionGate
 from .errors import ApiError
@@ -48,6 +48,16 @@ class ChainCaches:
                 except GenerationError as exc:
                     missing = str(exc)
         return chain_report([cache_report(self._context), *others], missing, self._restorer)
+
+    async def prompt_times(self) -> list[dict[str, Any]]:
+        """What the last prompt has taken each stage that tells, :func:`skippy.stage.reports.timing_report`.
+
+        Raises: as dropping does.
+        """
+        others: list[dict[str, Any]] = []
+        if self._context.downstream is not None:
+            others = parse_reports(await self._tell(GenerationSettings(timing_report=True)))
+        return [timing_report(self._context), *others]
 
     async def drop(self, namespace: str) -> int:
         """See :meth:`skippy.frontend.generation.Generator.drop_cache`."""

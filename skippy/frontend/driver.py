@@ -7,7 +7,7 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import trio
@@ -37,7 +37,10 @@ from .prefill import Prefill
 from .recovery import Recovery
 from .restoring import Restored, Restorer
 from .sharing import PromptSharer
-from .status import ChainStatus, LastRequest, chain_status
+from .status import ChainStatus, LastRequest, StageTimes, chain_status, stage_times
+
+TIMING_SECS: Final = 0.5
+"""How long stages may take to say how long the last prompt took them."""
 
 
 def random_id() -> int:
@@ -86,6 +89,8 @@ class ChainGenerator:
         self._sharer = PromptSharer(self.gate, pool, self.prefill, self.restorer, new_id)
         self._cache = ChainCaches(stage, self.restorer, self.gate, new_id)
         self._last_request: LastRequest | None = None
+        self._timed: LastRequest | None = None
+        self._times: list[StageTimes] = []
 
     def _learn(self, stats: ReplyStats) -> None:
         self.prefill.learn(stats)
@@ -117,8 +122,22 @@ class ChainGenerator:
 
     def status(self) -> ChainStatus:
         return chain_status(
-            self._stage, self._pool, self.gate, self.restorer, self.prefill, self._last_request
+            self._stage,
+            self._pool,
+            self.gate,
+            self.restorer,
+            self.prefill,
+            self._last_request,
+            self._times,
         )
+
+    async def time_stages(self) -> None:
+        last = self._last_request
+        if last is self._timed or not self._pool.idle or self.gate.queue_depth:
+            return
+        self._timed = last
+        with trio.move_on_after(TIMING_SECS), contextlib.suppress(GenerationError):
+            self._times = stage_times(await self._cache.prompt_times())
 
     async def cache_report(self) -> dict[str, Any]:
         return await self._cache.report()

@@ -226,6 +226,13 @@ class Generator(Protocol):
     def status(self) -> ChainStatus:
         """What stages and lanes are doing now, and have done."""
 
+    async def time_stages(self) -> None:
+        """Have :meth:`status` know what the last prompt took each stage.
+
+        Asks only once for each request, and only while a lane is idle and nobody waits for one; it takes that
+        lane for as long as the answer does, at most half a second.
+        """
+
     async def drop_cache(self, namespace: str) -> int:
         """Have every stage forget what it remembers, but for what running requests use.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import attrs
@@ -39,10 +39,19 @@ class LiveFeed:
     """Tells watchers what the chain is doing, once at the start and then every ``period_secs``.
 
     Nothing is looked at while nobody watches.
+
+    Args:
+        refresh: called before each snapshot that is for all.
     """
 
-    def __init__(self, status: Callable[[], ChainStatus], period_secs: float = PERIOD_SECS) -> None:
+    def __init__(
+        self,
+        status: Callable[[], ChainStatus],
+        period_secs: float = PERIOD_SECS,
+        refresh: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
         self._status = status
+        self._refresh = refresh
         self._period_secs = period_secs
         self._watchers: set[trio.MemorySendChannel[str]] = set()
         self._wanted = trio.Event()
@@ -64,6 +73,7 @@ class LiveFeed:
         while True:
             await self._wanted.wait()
             while self._watchers:
+                await self._refresh()
                 snapshot = self._snapshot()
                 for watcher in tuple(self._watchers):
                     self._tell(watcher, snapshot)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 import trio
@@ -58,7 +58,7 @@ class Totals:
 
     def add(self, work: Work) -> None:
         """Count what a generation has come to."""
-        self.requests += 1
+        self.requests += bool(work.request_id)  # not what this endpoint asks the chain itself
         self.prompt_tokens += work.demand.prompt_tokens - work.prompt_left
         self.cached_tokens += work.cached_tokens
         self.generated_tokens += work.generated
@@ -123,6 +123,51 @@ class HopTimes:
 
 
 @attrs.frozen(slots=True, kw_only=True)
+class StageTimes:
+    """What the prompt of the last request took one stage, all of its chunks together.
+
+    Attributes:
+        compute_ms: of ``tokens``, in ``chunks``.
+        write_ms, wait_ms: handing them to the next stage, ``bytes`` in all, and waiting for room.
+    """
+
+    index: int
+    chunks: int
+    tokens: int
+    compute_ms: float
+    write_ms: float
+    wait_ms: float
+    bytes: int
+
+
+def stage_times(reports: Iterable[Mapping[str, Any]]) -> list[StageTimes]:
+    """The times in what stages have told (:func:`skippy.stage.reports.timing_report`), stage 0's first.
+
+    Those of another request than stage 0's, and what is none, are left out.
+    """
+    found, request_id = [], None
+    for report in reports:
+        try:
+            index, prompt = int(report["stage_index"]), report["prompt"]
+            request_id = prompt["request_id"] if index == 0 else request_id
+            if prompt["request_id"] != request_id:
+                continue
+            times = StageTimes(
+                index=index,
+                chunks=int(prompt["chunks"]),
+                tokens=int(prompt["tokens"]),
+                compute_ms=prompt["compute_us"] / 1000,
+                write_ms=prompt["write_us"] / 1000,
+                wait_ms=prompt["wait_us"] / 1000,
+                bytes=int(prompt["activation_bytes"]),
+            )
+        except (LookupError, TypeError, ValueError):
+            continue
+        found.append(times)
+    return found
+
+
+@attrs.frozen(slots=True, kw_only=True)
 class LastRequest:
     """Where the time of the generation that has ended last went, in milliseconds."""
 
@@ -159,6 +204,7 @@ class ChainStatus:
         unready: why nothing can be generated now; None while it can.
         queue_depth: requests that wait for a lane, or have their prompt prepared; ``queue_capacity`` may.
         kv_tokens, reserved_kv_tokens: cache positions, and those that running requests may come to use.
+        times: of the last prompt, where stages were asked for them and took part in it.
         cache_lookups, cache_hits: prompts that a stage was asked for, and that it had, over all stages.
     """
 
@@ -177,6 +223,7 @@ class ChainStatus:
     gaps: TokenGaps = attrs.field(repr=False)
     hops: HopTimes | None = None
     last: LastRequest | None = None
+    times: Sequence[StageTimes] = ()
 
 
 def chain_status(
@@ -186,6 +233,7 @@ def chain_status(
     restorer: Restorer,
     prefill: Prefill,
     last: LastRequest | None,
+    times: Sequence[StageTimes],
 ) -> ChainStatus:
     """The chain of which ``stage`` is the first. Costs nothing but this call."""
     kv = restorer.totals
@@ -205,6 +253,7 @@ def chain_status(
         gaps=gate.gaps,
         hops=_hops(prefill),
         last=last,
+        times=times,
     )
 
 

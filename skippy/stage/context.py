@@ -24,6 +24,7 @@ from .preconnect import WarmSlot
 from .refusals import Refusals
 from .returns import ReturnHub
 from .scheduler import Scheduler
+from .statistics import LastPrompt
 
 if TYPE_CHECKING:
     from .lane import Lane
@@ -65,6 +66,7 @@ class StageContext:
         connection_numbers: a number for each lane, for messages and telemetry.
         lanes: the lanes that run now.
         cache: what the stage remembers of prompts; None where it remembers nothing.
+        last_prompt: how long the stage took for the last one.
         grammars: checks and compiles those of requests.
     """
 
@@ -87,6 +89,7 @@ class StageContext:
     connection_numbers: Callable[[], int] = attrs.field(factory=lambda: itertools.count(1).__next__)
     lanes: set[Lane] = attrs.field(factory=set)
     cache: StageCache | None = None
+    last_prompt: LastPrompt = attrs.field(factory=LastPrompt)
     grammars: Grammars = attrs.field(factory=lambda: Grammars(None))
 
     @property

@@ -31,7 +31,7 @@ from .fusing import FusedRestores
 from .intake import check_data, check_restore, sequence_of, wave_of
 from .queues import PendingReply
 from .remembering import RememberedSession
-from .reports import report_annex
+from .reports import cache_report, report_annex, timing_report
 from .session import Predicted
 from .settings import GenerationSettings, grammar_start, parse_metadata
 from .statistics import Times
@@ -224,6 +224,7 @@ class Execution(FusedRestores):
         context = self._context
         session = self._ensure_session()
         settings = parse_metadata(message.chat_sampling_metadata)
+        self.stats.begin_request(message.request_id)
         if settings.cache_drop and context.cache is not None:
             context.cache.forget_all(settings.cache_drop)
         if session.holding is None:
@@ -239,7 +240,7 @@ class Execution(FusedRestores):
         # Predictions come from below, and leave upstream from the two ends of a chain alone.
         channels = [self.downstream or self._answers, *([] if context.stage_index else [self._replies])]
         settings.check_annexed(context.stage_index, channels)
-        annex = functools.partial(report_annex, context) if self._reports(settings) else _no_annex
+        annex = self._reporter(settings)
         if self.downstream is None:
             await self._replies.put(PendingReply(Reply.ack(self.stats.take()), annex=annex(None)))
             return
@@ -252,9 +253,12 @@ class Execution(FusedRestores):
         message = self.downstream.with_sequence(message, session.sequence)
         await self._request(self.downstream, message, annex=annex)
 
-    def _reports(self, settings: GenerationSettings) -> bool:
-        """Whether the upstream peer asks what the caches hold, and can be told."""
-        return settings.cache_report and self._replies.annexed
+    def _reporter(self, settings: GenerationSettings) -> Callable[[ReplyAnnex | None], ReplyAnnex | None]:
+        """Makes the annex of the acknowledgement, where the upstream peer asks for a report, and takes it."""
+        if not self._replies.annexed or not (settings.cache_report or settings.timing_report):
+            return _no_annex
+        make = cache_report if settings.cache_report else timing_report
+        return functools.partial(report_annex, self._context, make=make)
 
     async def _stop(self, message: Message) -> None:
         stale = 0 if self._session is None else self._session.stale_frames

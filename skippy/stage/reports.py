@@ -1,9 +1,9 @@
-"""What stages tell of their prefix caches, for people: a JSON object each."""
+"""What stages tell of their prefix caches, and of the last prompt, for people: a JSON object each."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -64,7 +64,17 @@ def _entry(entry: KvEntry) -> dict[str, Any]:
     }
 
 
-def report_annex(context: StageContext, below: ReplyAnnex | None) -> ReplyAnnex | None:
+def timing_report(context: StageContext) -> dict[str, Any]:
+    """What the last prompt has taken a stage; ``prompt`` is null before the first one."""
+    times = context.last_prompt.times
+    return {"stage_index": context.stage_index, "prompt": None if times is None else attrs.asdict(times)}
+
+
+def report_annex(
+    context: StageContext,
+    below: ReplyAnnex | None,
+    make: Callable[[StageContext], dict[str, Any]] = cache_report,
+) -> ReplyAnnex | None:
     """What a stage that is asked answers with: its own report, and those of the stages behind it.
 
     A line each, together no more than an annex takes: stage ``n`` takes at most ``1/n`` of what those behind
@@ -73,9 +83,7 @@ def report_annex(context: StageContext, below: ReplyAnnex | None) -> ReplyAnnex 
     lines = [] if below is None or below.report is None else [below.report]
     if context.stage_index:
         used = sum(len(line.encode()) + 1 for line in lines)
-        lines.insert(
-            0, _fitting(cache_report(context), (MAX_ANNEX_REPORT_BYTES - used) // context.stage_index)
-        )
+        lines.insert(0, _fitting(make(context), (MAX_ANNEX_REPORT_BYTES - used) // context.stage_index))
     text = "\n".join(filter(None, lines))
     return ReplyAnnex(report=text) if text else None
 

@@ -44,6 +44,7 @@ class GenerationSettings:
         grammar: of the last stage: what is generated fits this grammar, in llguidance's variant of Lark, of
             at most 131072 characters; it begins behind the prompt. "": none.
         cache_report: of every stage: tell what its prefix cache holds, in the reply annex.
+        timing_report: of every stage: tell what the last prompt has taken it, in the reply annex.
         cache_checkpoints: of every stage that can restore no other prefix: keep the state of the request's
             first so many tokens, when a chunk ends there; at most 1,024 lengths, ascending.
     """
@@ -55,6 +56,7 @@ class GenerationSettings:
     grammar: str = ""
     cache_checkpoints: tuple[int, ...] = ()
     cache_report: bool = False
+    timing_report: bool = False
 
     def check_annexed(self, stage_index: int, channels: Iterable[ReplyChannel]) -> None:
         """SettingsRefused where log-probabilities would have to pass a channel that has no room for them."""
@@ -99,6 +101,7 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         grammar = fields.text_or_absent("grammar")
         checkpoints = fields.integers_or_absent("cache_checkpoints", 1, I32_MAX)
         report = fields.boolean_or_absent("cache_report")
+        timing = fields.boolean_or_absent("timing_report")
         fields.end()
     except RemoteProtocolError as exc:
         raise SettingsRefused(str(exc)) from exc
@@ -112,7 +115,14 @@ def parse_metadata(text: str | None) -> GenerationSettings:
             f"chat sampling metadata: cache_checkpoints must be at most {MAX_CHECKPOINTS} ascending lengths"
         )
     return GenerationSettings(
-        top, namespace or "", audit or 0, drop or "", grammar or "", checkpoints, bool(report)
+        top,
+        namespace or "",
+        audit or 0,
+        drop or "",
+        grammar or "",
+        checkpoints,
+        bool(report),
+        bool(timing),
     )
 
 

@@ -37,14 +37,59 @@ class Times:
     sent_at: int = 0
 
 
-class LaneStats:
-    """The observations that no reply has carried yet."""
+@attrs.define(slots=True)
+class PromptTimes:
+    """What the prefill chunks of one request took one stage, in µs, together.
 
-    def __init__(self, stage_index: int) -> None:
+    Attributes:
+        request_id: of ConfigureGeneration.
+        write_us, wait_us: handing chunks to the next stage, and waiting for room to send more.
+        activation_bytes: what was handed on.
+    """
+
+    request_id: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    compute_us: int = 0
+    write_us: int = 0
+    wait_us: int = 0
+    activation_bytes: int = 0
+
+    def add(self, frame: Message, times: Times, *, sent: bool) -> None:
+        """Count one more, which was handed on where ``sent``."""
+        self.chunks += 1
+        self.tokens += frame.token_count
+        self.compute_us += times.compute_us
+        self.write_us += times.write_us
+        self.wait_us += times.wait_us
+        self.activation_bytes += len(frame.activation) if sent else 0
+
+
+@attrs.define(slots=True)
+class LastPrompt:
+    """The prompt that a stage has computed a chunk of last; None before the first."""
+
+    times: PromptTimes | None = None
+
+
+class LaneStats:
+    """The observations that no reply has carried yet.
+
+    Args:
+        last: is told of the prompts on this lane.
+    """
+
+    def __init__(self, stage_index: int, last: LastPrompt | None = None) -> None:
         self._stage_index = stage_index
+        self._last = LastPrompt() if last is None else last
+        self._prompt = PromptTimes()
         self._pending = EMPTY_STATS
         self._request = EMPTY_STATS
         self._times: Times | None = None
+
+    def begin_request(self, request_id: int) -> None:
+        """What is observed from here on is of another request."""
+        self._prompt = PromptTimes(request_id)
 
     def measure(self, message: Message) -> Times | None:
         """To be filled in while ``message`` is carried out; None where its kind is not observed."""
@@ -93,6 +138,8 @@ class LaneStats:
         if frame.kind is MessageKind.VERIFY_WINDOW:
             stats = observe_verify_window(stats, times.compute_us, times.write_us, times.wait_us, count)
         else:
+            self._prompt.add(frame, times, sent=sent)
+            self._last.times = self._prompt
             stats = observe_compute(stats, index, times.compute_us, count)
             if sent:
                 stats = observe_edge_transport(

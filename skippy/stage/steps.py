@@ -73,7 +73,7 @@ class Steps:
         self._machine = UpstreamConnection()
         self._windows = VerifyPipeline()
         self._session: RememberedSession | None = None
-        self.stats = LaneStats(context.stage_index)
+        self.stats = LaneStats(context.stage_index, context.last_prompt)
         self._answers = Answers(context, replies, lane.start)
         self.tell_why = self._answers.tell_why
         self._started: Work | None = None

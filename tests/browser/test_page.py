@@ -262,6 +262,7 @@ async def test_the_chain_on_a_screen_and_on_a_phone(profile: Path) -> None:
             assert "was slowest" in await page.text("#hops")
             assert await page.text("#concurrency") == "of 3"
             await page.until("document.querySelector('#cached').textContent !== '0 %'")
+            await page.until("document.querySelectorAll('#stages .time').length === 5")
             await page.screenshot("chain")
             assert await page.js(NAMELESS) == []
             await page.view(1280, 900, dark=True)

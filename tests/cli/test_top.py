@@ -56,9 +56,9 @@ async def test_one_table() -> None:
         ["stage-0", "0"], ["stage-1", "2"], ["stage-2", "4"],
     ]  # fmt: skip
     assert "slowest: " in result.output
-    assert sorted(line[1] for line in lines if line[0].isdecimal() and len(line) in (2, 9)) in (
-        ["decode", "idle"], ["idle", "prefill"],
-    )  # fmt: skip
+    states = [line[1] for line in lines if line[0].isdecimal() and len(line) in (2, 9)]
+    assert len(states) == 2
+    assert {"decode", "prefill"} & set(states)
     assert "last request: 17 tokens (0 cached), queue " in result.output
     assert "secret" not in result.output
 
@@ -141,7 +141,7 @@ def _snapshot() -> dict[str, Any]:
     return {
         "object": "chain.status", "unready": None, "tokens_per_second": 0.0, "running": 0, "concurrency": 2,
         "queue_depth": 0, "queue_capacity": 16, "kv_tokens": 100, "reserved_kv_tokens": 0, "cache_lookups": 0,
-        "cache_hits": 0, "stages": [], "lanes": [lane], "hops": None, "last": None,
+        "cache_hits": 0, "stages": [], "lanes": [lane], "hops": None, "last": None, "times": [],
         "totals": {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0},
     }  # fmt: skip
 

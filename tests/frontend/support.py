@@ -107,6 +107,9 @@ class ScriptedGenerator:
             gaps=TokenGaps(),
         )
 
+    async def time_stages(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def cache_report(self) -> dict[str, Any]:
         return {"object": "kv_cache", "enabled": False}
 

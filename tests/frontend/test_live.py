@@ -21,7 +21,7 @@ from trio_websocket import (
 from skippy.config import AccessOptions
 from skippy.frontend.live import MAX_WATCHERS, WAITING_SNAPSHOTS, LiveFeed
 from skippy.frontend.options import FrontendOptions
-from skippy.frontend.status import ChainStatus
+from skippy.frontend.status import ChainStatus, stage_times
 
 from .support import ScriptedGenerator, say, serving
 from .test_inside import chain, completion_body
@@ -79,6 +79,50 @@ async def test_what_a_chain_is_doing() -> None:
         assert "hello" not in json.dumps(now)
         nursery.cancel_scope.cancel()
     assert generator.status().last is not None
+
+
+async def test_what_a_prompt_took_each_stage() -> None:
+    """Asked for while somebody watches, once for each request, and never ahead of those who wait."""
+    async with chain() as (http, pool, generator):
+        body = completion_body("the quick brown fox jumps over", max_tokens=4, temperature=0, ignore_eos=True)
+        answer = await http.post("/v1/completions", json=body)
+        prompt = answer.json()["usage"]["prompt_tokens"]
+        while pool.idle_lanes < 2:
+            await trio.lowlevel.checkpoint()
+        assert generator.status().times == []
+        async with watching(str(http.base_url).rstrip("/")) as socket:
+            times = json.loads(await socket.get_message())["times"]
+        assert [one["index"] for one in times] == [0, 1, 2]
+        for one in times:
+            assert (one["chunks"], one["tokens"]) == (4, prompt - 1)  # in chunks of 8
+            assert one["compute_ms"] > 0
+        assert [one["bytes"] > 0 for one in times] == [True, True, False]
+        assert generator.status().totals.requests == 1  # the question is none
+        while pool.idle_lanes < 2:
+            await trio.lowlevel.checkpoint()
+        asked: list[None] = []
+        generator._cache.prompt_times = lambda: asked.append(None)  # type: ignore
+        await generator.time_stages()
+        assert asked == []
+
+
+def test_times_of_another_request_and_nonsense_are_left_out() -> None:
+    prompt = {
+        "request_id": 5, "chunks": 1, "tokens": 8, "compute_us": 1500, "write_us": 0, "wait_us": 0,
+        "activation_bytes": 0,
+    }  # fmt: skip
+    reports: list[Any] = [
+        {"stage_index": 0, "prompt": prompt},
+        {"stage_index": 1, "prompt": {**prompt, "request_id": 6}},
+        {"stage_index": 2, "prompt": None},
+        {"stage_index": 3, "prompt": {**prompt, "compute_us": "x"}},
+        {"stage_index": "x", "prompt": prompt},
+        {},
+        5,
+        {"stage_index": 4, "prompt": prompt},
+    ]
+    assert [(times.index, times.compute_ms) for times in stage_times(reports)] == [(0, 1.5), (4, 1.5)]
+    assert stage_times([{"stage_index": 0, "prompt": None}]) == []
 
 
 async def test_where_the_last_requests_time_went() -> None:
@@ -192,9 +236,9 @@ async def test_a_watcher_that_leaves_is_forgotten(monkeypatch: pytest.MonkeyPatc
     feeds: list[LiveFeed] = []
     real = LiveFeed.__init__
 
-    def remember(self: LiveFeed, *arguments: Any) -> None:
+    def remember(self: LiveFeed, *arguments: Any, **keys: Any) -> None:
         feeds.append(self)
-        real(self, *arguments)
+        real(self, *arguments, **keys)
 
     monkeypatch.setattr(LiveFeed, "__init__", remember)
     async with serving(ScriptedGenerator(say("x"))) as url:

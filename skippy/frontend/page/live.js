@@ -66,7 +66,7 @@ function showRate(rate) {
   byId("spark-area").setAttribute("d", `M${start.toFixed(1)} 32L${points.join("L")}L120 32Z`);
 }
 
-function showStages({ stages, hops }) {
+function showStages({ stages, hops, times }) {
   const rows = stages.map((stage) => {
     const end = stage.layer_end === null ? "…" : stage.layer_end - 1;
     const count = stage.layer_end === null ? "" : `${stage.layer_end - stage.layer_start} layers`;
@@ -76,12 +76,25 @@ function showStages({ stages, hops }) {
       element("strong", { textContent: stage.stage_id }),
       element("span", { textContent: `layers ${stage.layer_start}–${end}` }),
       element("span", { textContent: count }),
+      ...timeLines(times.find((one) => one.index === stage.index)),
     );
     if (hops && hops.compute_stage === stage.index && stages.length > 1) row.dataset.slowest = "";
     return row;
   });
   byId("stages").replaceChildren(...rows);
   setText("hops", hops ? hopWords(stages, hops) : "");
+}
+
+/** What the last prompt took a stage, and then its way to the next one. */
+function timeLines(times) {
+  if (!times) return [];
+  const lines = [element("span", { className: "time", textContent: `${ms(times.compute_ms)} computing` })];
+  if (times.bytes) {
+    const hop = element("span", { className: "time", textContent: `${ms(times.write_ms + times.wait_ms)} hop →` });
+    hop.title = `${ms(times.write_ms)} to write, ${ms(times.wait_ms)} waiting for room, ${times.chunks} chunks`;
+    lines.push(hop);
+  }
+  return lines;
 }
 
 function hopWords(stages, hops) {
