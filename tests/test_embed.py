@@ -101,6 +101,19 @@ async def test_an_endpoint_open_to_a_network_says_so(
     )
 
 
+async def test_an_endpoint_with_keys_asks_for_one(caplog: pytest.LogCaptureFixture) -> None:
+    options = OpenAIOptions(bind_addr="0.0.0.0:0", model_id="toy", api_keys=["sk-1"])
+    with trio.fail_after(30):
+        async with (
+            chain() as stages,
+            embed.open_openai(stages[0], options) as endpoint,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{endpoint.port}", timeout=60) as http,
+        ):
+            assert (await http.get("/v1/models")).status_code == 401
+            assert (await http.get("/slots", headers={"authorization": "Bearer sk-1"})).status_code == 200
+    assert not [record for record in caplog.records if "asks for no API key" in str(record.msg)]
+
+
 async def test_leaving_ends_open_streams_with_an_error_frame() -> None:
     request = {"model": "toy", "prompt": "hello", "max_tokens": 400, "temperature": 0, "stream": True}
     lines: list[str] = []

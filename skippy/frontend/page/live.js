@@ -88,7 +88,7 @@ function showStages({ stages, hops, times }) {
 /** What the last prompt took a stage, and then its way to the next one. */
 function timeLines(times) {
   if (!times) return [];
-  const lines = [element("span", { className: "time", textContent: `${ms(times.compute_ms)} computing` })];
+  const lines = [element("span", { className: "time", textContent: `${ms(times.compute_ms)} here` })];
   if (times.bytes) {
     const hop = element("span", { className: "time", textContent: `${ms(times.write_ms + times.wait_ms)} hop →` });
     hop.title = `${ms(times.write_ms)} to write, ${ms(times.wait_ms)} waiting for room, ${times.chunks} chunks`;
