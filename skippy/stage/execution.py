@@ -63,7 +63,7 @@ class Execution(FusedRestores):
         undecided = self._machine.state is UpstreamState.FUSED
         event = self._machine.receive(message, stale=stale)
         if undecided:
-            self._undo_missed(event)
+            self._undo_missed(event, message)
         return stale
 
     async def carry_out(self, message: Message) -> None:

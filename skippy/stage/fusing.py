@@ -34,13 +34,13 @@ from .session import Predicted
 from .settings import parse_metadata
 from .work import Work
 
+_REPLAYS: Final = (UpstreamEvent.REPLAY, UpstreamEvent.REPLAY_FINAL)
 _AFTER_A_MISS: Final = frozenset(
     {
         UpstreamEvent.PREFILL,
         UpstreamEvent.PREFILL_FINAL,
         UpstreamEvent.CONFIGURE,
-        UpstreamEvent.REPLAY,
-        UpstreamEvent.REPLAY_FINAL,
+        *_REPLAYS,
         UpstreamEvent.RESTORE,
         UpstreamEvent.RESTORE_DECODE,
     }
@@ -149,9 +149,13 @@ class FusedRestores(Restores):
             await self._answers.open(message)
             await self._answers.send(Reply.ack(self.stats.take(MISS)))
 
-    def _undo_missed(self, event: UpstreamEvent) -> None:
-        """In between, behind a frame that was carried out here: is this what follows a miss further down?"""
-        if event in _AFTER_A_MISS and self._session is not None:
+    def _undo_missed(self, event: UpstreamEvent, message: Message) -> None:
+        """In between, behind a frame that was carried out here: is this what follows a miss further down?
+
+        A replay is where it begins: behind a hit it goes on from what was restored.
+        """
+        behind_a_hit = event in _REPLAYS and message.pos_start > 0
+        if event in _AFTER_A_MISS and not behind_a_hit and self._session is not None:
             self._session.roll_back()
 
 

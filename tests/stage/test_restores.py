@@ -195,6 +195,31 @@ async def fused(driver: Driver, prompt: list[int]) -> Reply:
 
 
 @all_chains
+@pytest.mark.parametrize("kind", [K.DECODE_REPLAY_EMBD, K.DECODE_REPLAY_FINAL_EMBD])
+async def test_a_replay_goes_on_behind_a_fused_restore(stages: int, kind: MessageKind) -> None:
+    """A stage in between has not seen the answer, and must not take the replay for what follows a miss."""
+    other = [*PROMPT[:-2], 65, 66, 67]
+    expected = unsplit_tokens(other, 2)
+    with trio.fail_after(20):
+        async with cached_cluster(stages) as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPT, 2)
+            driver.request_id = 21
+            await configure(driver)
+            assert (await fused(driver, PROMPT)).kind is ReplyKind.PREDICTED_TOKEN
+            assert (await driver.ask(K.TRIM_SESSION, token_count=LAST - 1)).kind is ReplyKind.ACK
+            driver.generation = 1
+            if kind is K.DECODE_REPLAY_EMBD:
+                assert (await driver.ask(kind, LAST - 1, other[LAST - 1 : -1])).kind is ReplyKind.ACK
+                first = await driver.decode(len(other) - 1, other[-1])
+            else:
+                first = (await driver.ask(kind, LAST - 1, other[LAST - 1 :])).predicted
+            assert first == expected[0]
+            assert await driver.decode(len(other), first) == expected[1]
+            await driver.ask(K.STOP)
+            await wait_for_sequences(cluster)
+
+
+@all_chains
 @pytest.mark.parametrize("configured", [True, False])
 async def test_a_fused_restore_answers_with_the_first_token(stages: int, configured: bool) -> None:
     expected = unsplit_tokens(PROMPT, 9)
