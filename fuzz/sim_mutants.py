@@ -58,7 +58,7 @@ MUTANTS: Final = (
         "keep-sequence",
         "a session that ends does not give its sequence back",
         "skippy/stage/scheduler.py",
-        "        heapq.heappush(self._free, sequence)\n        self._waiting.unpark()\n",
+        "        self._free.add(sequence)\n        self._waiting.unpark()\n",
         "        self._waiting.unpark()\n",
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS: Final = (
         "forget-unpark",
         "who waits for a native sequence is not woken",
         "skippy/stage/scheduler.py",
-        "        heapq.heappush(self._free, sequence)\n        self._waiting.unpark()\n",
-        "        heapq.heappush(self._free, sequence)\n",
+        "        self._free.add(sequence)\n        self._waiting.unpark()\n",
+        "        self._free.add(sequence)\n",
     ),
     Mutant(
         "forget-writer",
@@ -254,8 +254,8 @@ MUTANTS: Final = (
         "keep-missed-row",
         "a stage in between keeps the row that it ran behind a prefix which a later stage lacks",
         "skippy/stage/fusing.py",
-        "        if event in _AFTER_A_MISS and self._session is not None:\n",
-        "        if False and event in _AFTER_A_MISS and self._session is not None:\n",
+        "        if event in _AFTER_A_MISS and not behind_a_hit and self._session is not None:\n",
+        "        if not event and self._session is not None:\n",
     ),
     Mutant(
         "forget-miss",
