@@ -13,7 +13,7 @@ from typing import Any
 import click
 import httpx
 
-from .endpoint_flags import api_key_option, key_headers, url_option
+from .endpoint_flags import api_key_option, base_url, key_headers, url_option
 from .errors import CliError
 
 with contextlib.suppress(ImportError):  # line editing and history for input(), where the system has it
@@ -66,7 +66,7 @@ class ChatEndpoint:
 
     def __init__(self, client: httpx.Client, url: str) -> None:
         self._client = client
-        self._url = url.rstrip("/")
+        self._url = f"{base_url(url)}/v1"
 
     def first_model(self) -> str:
         """The id of the first model the endpoint lists."""

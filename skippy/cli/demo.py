@@ -107,7 +107,7 @@ def prepare(options: DemoOptions) -> Chain:
     model = find_model(options.model).resolve()
     summary = inspect_model(model)
     ranges = plan_layers(summary.slice.layer_count, options.stages, options.splits)
-    bind = Endpoint.parse(options.bind, where="--bind", allow_any_port=True)
+    bind = Endpoint.parse(options.bind, where="--bind", allow_any_port=True, schemes=("tcp",))
     listeners = [listen_on(bind, "the OpenAI endpoint", "; choose another with --bind HOST:PORT")]
     try:
         listeners += [listen_on(LOOPBACK, f"stage {index}") for index in range(len(ranges))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from typing import Any
 
 from quart import Response
@@ -24,7 +25,7 @@ def add_model_routes(app: QuartTrio, service: CompletionService, generator: Gene
         "object": "model",
         "created": created,
         "owned_by": "skippy",
-        **_capabilities(generator),
+        **_capabilities(generator, service.unused_parameters),
     }
 
     @app.get("/v1/models")
@@ -38,7 +39,7 @@ def add_model_routes(app: QuartTrio, service: CompletionService, generator: Gene
         return json_answer({**model, "chat_template": await service.describe_template()})
 
 
-def _capabilities(generator: Generator) -> dict[str, Any]:
+def _capabilities(generator: Generator, unused: Set[str]) -> dict[str, Any]:
     size = generator.embedding_size
     endpoints = [
         route.path
@@ -53,7 +54,9 @@ def _capabilities(generator: Generator) -> dict[str, Any]:
         "embedding_size": size,
         "input_modalities": ["text"],
         "output_modalities": ["text"],
-        "supported_parameters": sorted(name for name, schema in CHAT.items() if _matters(schema)),
+        "supported_parameters": sorted(
+            name for name, schema in CHAT.items() if name not in unused and _matters(schema)
+        ),
         "endpoints": endpoints,
     }
 

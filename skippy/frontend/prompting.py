@@ -199,6 +199,11 @@ class PromptBuilder:
                 del self._features[next(iter(self._features))]
         return found
 
+    @property
+    def takes_effort(self) -> bool:
+        """Whether the model's own template can be told how much to reason."""
+        return bool(self._text.variables & {"reasoning_effort", "enable_thinking"})
+
     async def describe(self) -> dict[str, Any]:
         """What the model's own template can do, for clients: JSON values. Raises as :meth:`features` does."""
         features = await self.features()

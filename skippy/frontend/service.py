@@ -102,6 +102,16 @@ class CompletionService:
         shape = ChatShape(self.model_id, include_usage=usage, scorer=scorer, n=request.n)
         return await self.answer(request, lambda: self.chat_prompt(request, caller), shape, caller)
 
+    @property
+    def unused_parameters(self) -> frozenset[str]:
+        """Chat parameters that are known, but refused here or without effect, at every value."""
+        unused = {"min_keep", "function_call"}
+        if not self._options.allows_chat_templates:
+            unused.add("chat_template")
+        if not self._prompts.takes_effort:
+            unused.add("reasoning_effort")
+        return frozenset(unused)
+
     async def describe_template(self) -> dict[str, Any]:
         """What the model's chat template can do, for clients. Raises ApiError: it cannot be tried out now."""
         return await self._prompts.describe()

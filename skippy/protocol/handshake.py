@@ -215,6 +215,8 @@ class ListenerHandshake(_Handshake):
         self.request: AdmissionRequest | None = None
         """The dialer's request, once it has come; None for a plain peer."""
         self._refusal: Refusal | None = None
+        self.authenticated = False
+        """The peer showed the token, or needs none: the ready word is owed or sent, whatever came then."""
         if token is None:
             self._send_ready()
 
@@ -222,12 +224,8 @@ class ListenerHandshake(_Handshake):
         """Whatever the peer will ask for, refuse it for this reason. A plain peer is not told."""
         self._refusal = Refusal(field, shorten(expected), shorten(found))
 
-    @property
-    def authenticated(self) -> bool:
-        """The peer showed the token, or needs none: the ready word is owed or sent."""
-        return self._state in (HandshakeState.AWAIT_ADMISSION, HandshakeState.ADMITTED)
-
     def _send_ready(self) -> None:
+        self.authenticated = True
         self._to_send = READY_WORD
         plain = self._loaded is None
         self._local(HandshakeEvent.READY_SENT_PLAIN if plain else HandshakeEvent.READY_SENT)

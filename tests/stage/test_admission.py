@@ -341,6 +341,19 @@ async def test_a_stranger_without_the_token_learns_nothing() -> None:
             assert await read_to_end(link) == b""
 
 
+async def test_the_log_speaks_of_tokens_only_where_they_are_at_fault(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer that has shown the token and asks for something else is told that alone."""
+    async with toy_cluster(2, options=StageOptions(link_token="s3cret"), inline=True) as cluster:
+        link = await cluster.transport.connect(cluster.stages[1].endpoint)
+        await link.send([encode_transport_auth(b"s3cret") + b"nonsense"])
+        await read_to_end(link)
+    (entry,) = (record.msg for record in caplog.records if record.levelname == "WARNING")
+    assert isinstance(entry, dict)
+    assert entry["reason"] == "older or incomplete peer: it sent no admission packet, but starts with 6e6f6e73"
+
+
 async def test_the_log_says_once_that_a_token_is_wrong_or_missing(
     autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
