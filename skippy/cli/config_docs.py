@@ -93,8 +93,9 @@ def render() -> str:
             _table(StageOptions),
             "## OpenAI options",
             "",
-            "Flags of `skippy serve-openai` (with `--openai-` in front: of `serve-binary`), arguments of",
-            "`skippy.embed.open_openai`.",
+            "Flags of `skippy serve-openai`, arguments of `skippy.embed.open_openai`. `serve-binary` has",
+            "them with `--openai-` in front, but for those of [access](operations.md#access), of replay,",
+            "of stored responses and of chat templates, which are called alike everywhere.",
             "",
             _table(OpenAIOptions),
         ]

@@ -95,7 +95,9 @@ class EnvelopeProtocol(H11Protocol):
     async def _create_stream(self, request: h11.Request) -> None:
         # Compressed messages may be much larger than they look.
         ignored = [b"sec-websocket-extensions"]
-        if request.target.partition(b"?")[0] != LIVE_PATH.encode():
+        # Handshakes are read as ASCII; with other headers it is a plain request, which is refused.
+        readable = all(value.isascii() for _, value in request.headers)
+        if not readable or request.target.partition(b"?")[0] != LIVE_PATH.encode():
             ignored.append(b"upgrade")
         items = request.headers.raw_items()
         headers = [(name, value) for name, value in items if name.lower() not in ignored]

@@ -67,13 +67,21 @@ class PromptBuilder:
     """Turns messages and prompts into token ids for one model.
 
     Tokenisation runs in a worker thread, one call at a time. All methods may be cancelled at any point;
-    a tokenisation that has begun is finished first.
+    a tokenisation that has begun is finished first. Text that is longer than ``context_length`` times the
+    longest token is refused before it: megabytes would take seconds, which everybody waits for.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, renderer: TemplateRenderer, telemetry: Telemetry = NULL_TELEMETRY
+        self,
+        vocabulary: Vocabulary,
+        renderer: TemplateRenderer,
+        telemetry: Telemetry = NULL_TELEMETRY,
+        *,
+        context_length: int | None = None,
     ) -> None:
         self._vocabulary = vocabulary
+        self._context_length = context_length
+        self._longest_piece = 0
         self._renderer = renderer
         self._telemetry = telemetry
         self._limiter = trio.CapacityLimiter(1)
@@ -106,7 +114,7 @@ class PromptBuilder:
         text = self._template_text(settings)
         use, tags = settings.tool_use, text.reasoning
         tool_format = await self._tool_format(text, settings) if use.tools else None
-        tokens = await self._tokenise(self._encode_segments, segments)
+        tokens = await self._tokenise(self._encode_segments, segments, "messages")
         if settings.reasoning_format == "deepseek":
             tags = tags or THINK
         in_thought = tags is not None and thinks(opening, beginning, tags)
@@ -268,7 +276,7 @@ class PromptBuilder:
             ApiError: 400, text that no tokenizer takes, or ids that the model does not have.
         """
         if isinstance(prompt, str):
-            return await self._tokenise(self._encode_text, prompt)
+            return await self._tokenise(self._encode_text, prompt, name)
         check_token_ids(prompt, self._vocabulary, name)
         return list(prompt)
 
@@ -279,20 +287,38 @@ class PromptBuilder:
         data = b"".join(self._vocabulary.piece(token, special=True) for token in prompt)
         return data.decode("utf-8", "replace")
 
-    async def _tokenise(self, encode: Callable[[T], list[int]], value: T) -> list[int]:
+    async def _tokenise(self, encode: Callable[[T], list[int]], value: T, param: str) -> list[int]:
         with self._telemetry.span(names.STAGE_OPENAI_TOKENIZE) as span:
             try:
                 tokens = await trio.to_thread.run_sync(encode, value, limiter=self._limiter)
+            except _TooLongError as error:
+                raise ApiError(str(error), param=param, code="context_length_exceeded") from None
             except ValueError as error:  # text that no tokenizer takes, such as a word of 100,000 letters
                 raise ApiError(f"the prompt cannot be tokenised: {error}") from error
             span["prompt_tokens"] = len(tokens)
         return tokens
 
+    def _check_length(self, characters: int) -> None:
+        """Raises _TooLongError. A character is at least one byte, so this refuses nothing that would fit."""
+        context = self._context_length
+        if context is None or characters <= context:
+            return
+        if not self._longest_piece:
+            pieces = (self._vocabulary.piece(token, special=True) for token in range(self._vocabulary.size))
+            self._longest_piece = max(map(len, pieces))
+        if characters > context * self._longest_piece:
+            raise _TooLongError(
+                f"the prompt has {characters} characters, which are more than {context} tokens, the context "
+                f"that prompt and answer share: no token is longer than {self._longest_piece} bytes"
+            )
+
     def _encode_text(self, prompt: str) -> list[int]:
+        self._check_length(len(prompt))
         doubled = bool(self._bos_text) and self._vocabulary.adds_bos and prompt.startswith(self._bos_text)
         return self._vocabulary.tokenize(prompt, add_special=not doubled, parse_special=True)
 
     def _encode_segments(self, segments: Sequence[PromptSegment]) -> list[int]:
+        self._check_length(sum(len(segment.text) for segment in segments))
         vocabulary = self._vocabulary
         tokens: list[int] = []
         for segment in segments:
@@ -301,6 +327,10 @@ class PromptBuilder:
         if vocabulary.adds_bos and vocabulary.bos is not None and tokens[:1] != [vocabulary.bos]:
             tokens.insert(0, vocabulary.bos)
         return tokens
+
+
+class _TooLongError(ValueError):
+    """A text that cannot fit, whatever its tokens are."""
 
 
 def _token_text(vocabulary: Vocabulary, token: int | None) -> str:

@@ -74,7 +74,12 @@ class CompletionService:
             memory_bytes=options.template_memory_bytes,
             max_output_bytes=options.max_prompt_bytes,
         )
-        self._prompts = PromptBuilder(generator.vocabulary, self.renderer, self._telemetry)
+        self._prompts = PromptBuilder(
+            generator.vocabulary,
+            self.renderer,
+            self._telemetry,
+            context_length=generator.context_length,
+        )
 
     @property
     def unready(self) -> str | None:

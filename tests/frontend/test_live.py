@@ -171,6 +171,24 @@ async def test_pages_of_others_cannot_watch(headers: dict[str, str], code: str) 
     assert "x-request-id: " in head
 
 
+@pytest.mark.parametrize(
+    "header", [b"sec-websocket-protocol: \xff", b"connection: \xff, upgrade", b"x: \xe9"]
+)
+async def test_a_handshake_that_is_not_ascii_is_refused(
+    header: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(ScriptedGenerator(say("x"))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        stream = await trio.open_tcp_stream(host, int(port))
+        request = f"GET /live HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: upgrade, close\r\n"
+        request += "upgrade: websocket\r\nsec-websocket-version: 13\r\n"
+        key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        await stream.send_all(request.encode() + key + header + b"\r\n\r\n")
+        answer = await stream.receive_some(4096)
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ", b"HTTP/1.1 426 ")), answer
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_its_own_page_and_named_origins_may() -> None:
     options = FrontendOptions(access=AccessOptions(cors_origins="https://app.example"))
     async with serving(ScriptedGenerator(say("x")), options) as url:

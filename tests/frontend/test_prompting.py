@@ -32,12 +32,14 @@ class OtherTemplate(ToyVocabulary):
 
 
 @asynccontextmanager
-async def prompts(vocabulary: ToyVocabulary | None = None) -> AsyncIterator[PromptBuilder]:
+async def prompts(
+    vocabulary: ToyVocabulary | None = None, *, context_length: int | None = None
+) -> AsyncIterator[PromptBuilder]:
     renderer = TemplateRenderer(cpu_secs=5, memory_bytes=512 * 2**20, max_output_bytes=2**20)
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             await nursery.start(renderer.run)
-            yield PromptBuilder(vocabulary or ToyVocabulary(), renderer)
+            yield PromptBuilder(vocabulary or ToyVocabulary(), renderer, context_length=context_length)
             nursery.cancel_scope.cancel()
 
 
@@ -50,6 +52,31 @@ async def test_special_tokens_in_content_are_plain_text() -> None:
         BOS, START, *b"user\n", *attack.encode(), END, *b"\n",
         START, *b"assistant\nno", END, *b"\n", START, *b"assistant\n",
     ]  # fmt: skip
+
+
+async def test_text_that_cannot_fit_is_not_even_tokenised() -> None:
+    """The toy's longest token has 13 bytes."""
+
+    class Counting(ToyVocabulary):
+        asked = 0
+
+        def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+            Counting.asked += 1
+            return super().tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    vocabulary = Counting()
+    longest = max(len(vocabulary.piece(token, special=True)) for token in range(vocabulary.size))
+    async with prompts(vocabulary, context_length=100) as builder:
+        assert len(await builder.tokens("x" * 100 * longest)) == 100 * longest + 1
+        Counting.asked = 0
+        for param, refused in (
+            ("prompt", builder.tokens("x" * (100 * longest + 1))),
+            ("messages", builder.chat([ChatMessage("user", "x" * 100 * longest)])),
+        ):
+            with pytest.raises(ApiError, match=f"no token is longer than {longest} bytes") as caught:
+                await refused
+            assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+        assert Counting.asked == 0
 
 
 async def test_an_answer_that_has_begun_goes_on() -> None:

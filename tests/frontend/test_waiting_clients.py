@@ -23,6 +23,7 @@ from skippy.frontend.generation import (
 )
 from skippy.frontend.lanes import LanePool
 from skippy.frontend.options import FrontendOptions
+from skippy.frontend.schemas import parse_completion
 from skippy.frontend.service import Caller, CompletionService
 from tests.support.cluster import toy_cluster
 
@@ -36,7 +37,7 @@ STREAM = json.dumps(completion_body([1, 2], stream=True)).encode()
 async def streamed(service: CompletionService) -> AsyncIterator[AsyncIterator[bytes]]:
     """The chunks of a completion's stream, as the service makes them."""
     async with trio.open_nursery() as nursery:
-        response = await service.completion(STREAM, Caller(nursery=nursery, request_id="r"))
+        response = await service.completion(parse_completion(STREAM), Caller(nursery=nursery, request_id="r"))
         async with response.response as chunks:  # type: ignore[union-attr]
             yield aiter(chunks)
         nursery.cancel_scope.cancel()
@@ -100,7 +101,7 @@ async def test_an_error_has_a_status_until_comments_have_begun(
         nursery.start_soon(set_go)
         if secs < 10:
             with pytest.raises(ApiError) as caught:
-                await service.completion(STREAM, Caller(nursery=nursery, request_id="r"))
+                await service.completion(parse_completion(STREAM), Caller(nursery=nursery, request_id="r"))
             error = caught.value
             assert (error.status, error.code) == (status, code)
             assert error.retry_after_secs == failure.retry_after_secs
@@ -206,21 +207,21 @@ async def test_a_prompt_in_the_making_counts(monkeypatch: pytest.MonkeyPatch) ->
             await trio.sleep_forever()
             raise AssertionError("unreachable")
 
-        body = json.dumps(completion_body("hello")).encode()
+        wanted = parse_completion(json.dumps(completion_body("hello")).encode())
         async with trio.open_nursery() as nursery:
             with monkeypatch.context() as patch:
                 patch.setattr(service._prompts, "tokens", forever)
                 async with trio.open_nursery() as clients:
                     caller = Caller(nursery=clients, request_id="r")
                     for depth in (1, 2):
-                        clients.start_soon(service.completion, body, caller)
+                        clients.start_soon(service.completion, wanted, caller)
                         await until(generator, depth)
                     with pytest.raises(ApiError) as caught:
-                        await service.completion(body, Caller(nursery=nursery, request_id="r"))
+                        await service.completion(wanted, Caller(nursery=nursery, request_id="r"))
                     clients.cancel_scope.cancel()
             assert caught.value.status == 429
             assert caught.value.message.startswith(
                 "0 requests run and 2 wait, which is all there is room for"
             )
-            answer = await service.completion(body, Caller(nursery=nursery, request_id="r"))
+            answer = await service.completion(wanted, Caller(nursery=nursery, request_id="r"))
             assert answer.status_code == 200

@@ -351,7 +351,9 @@ async def test_the_log_speaks_of_tokens_only_where_they_are_at_fault(
         await read_to_end(link)
     (entry,) = (record.msg for record in caplog.records if record.levelname == "WARNING")
     assert isinstance(entry, dict)
-    assert entry["reason"] == "older or incomplete peer: it sent no admission packet, but starts with 6e6f6e73"
+    assert (
+        entry["reason"] == "older or incomplete peer: it sent no admission packet, but starts with 6e6f6e73"
+    )
 
 
 async def test_the_log_says_once_that_a_token_is_wrong_or_missing(
