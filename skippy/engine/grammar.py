@@ -114,5 +114,5 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            why = self._matcher.get_error() or self._matcher.stop_reason()
+            why = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
             raise GrammarFailed(f"grammar: it cannot go on behind {self._taken} tokens: {why}")
