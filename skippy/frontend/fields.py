@@ -118,6 +118,14 @@ class Fields:
             return
         raise self.error(name, f"is not supported: {reason}", code="unsupported_model_feature")
 
+    def other_type(self, taken: str) -> ApiError:
+        """The error of an object whose ``type`` is missing or not supported; ``taken`` says which are."""
+        kind = self.text("type")
+        if kind is None:
+            return self.error("type", f"is missing; {taken}")
+        text = f"is {kind[:40]!r}, which is not supported; {taken}"
+        return self.error("type", text, code="unsupported_model_feature")
+
     def refuse_unknown(self) -> None:
         """Call last: refuse what no reader above has asked for.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import time
 import uuid
@@ -96,7 +97,7 @@ class ResponseShape(Protocol):
         """The answer of a request that does not stream."""
 
 
-class _Shape:
+class _Shape(abc.ABC):
     """What the two older routes have in common.
 
     Args:
@@ -120,12 +121,13 @@ class _Shape:
         # All chunks of text are the same but for the text, so only that is encoded for each of them.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
+    @abc.abstractmethod
     def _choice(self, index: int, text: str | None, **more: Any) -> dict[str, Any]:
         """A choice in a chunk; ``text``: None where the chunk has none to tell of."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _whole_choice(self, index: int, choice: ChoiceResult, **more: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of an answer that does not stream."""
 
     def opening(self, usage: Usage) -> bytes:
         return b""

@@ -294,11 +294,8 @@ def _content(fields: Fields, role: Role) -> str:
 
 
 def _text_part(fields: Fields) -> str:
-    kind = fields.text("type")
-    if kind != "text":
-        shown = "is missing" if kind is None else f"is {kind[:40]!r}, which is not supported"
-        code = "" if kind is None else "unsupported_model_feature"
-        raise fields.error("type", f"{shown}; only parts of type 'text' are taken", code=code)
+    if fields.text("type") != "text":
+        raise fields.other_type("only parts of type 'text' are taken")
     text = fields.text("text")
     if text is None:
         raise fields.error("text", "is missing")

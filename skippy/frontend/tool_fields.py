@@ -120,11 +120,8 @@ def _tools(fields: Fields) -> tuple[Tool, ...]:
 
 def require_type(fields: Fields, expected: str) -> None:
     """Refuse ``type`` unless it is ``expected``."""
-    kind = fields.text("type")
-    if kind != expected:
-        shown = "is missing" if kind is None else f"is {kind[:40]!r}, which is not supported"
-        code = "" if kind is None else "unsupported_model_feature"
-        raise fields.error("type", f"{shown}; it must be {expected!r}", code=code)
+    if fields.text("type") != expected:
+        raise fields.other_type(f"it must be {expected!r}")
 
 
 def parse_function(fields: Fields, parameters: str = "parameters") -> Tool:

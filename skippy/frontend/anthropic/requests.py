@@ -75,17 +75,10 @@ def _cache_control(fields: Fields) -> None:
         control.refuse_unknown()
 
 
-def _refuse_block(fields: Fields, kind: str | None, taken: str) -> None:
-    shown = "is missing" if kind is None else f"is {kind[:40]!r}, which is not supported"
-    code = "" if kind is None else "unsupported_model_feature"
-    raise fields.error("type", f"{shown}; {taken} are taken here", code=code)
-
-
 def _text(fields: Fields) -> str:
     """A block that must be text."""
-    kind = fields.text("type")
-    if kind != "text":
-        _refuse_block(fields, kind, "text blocks")
+    if fields.text("type") != "text":
+        raise fields.other_type("text blocks are taken here")
     text = required_text(fields, "text")
     fields.accept_only("citations", ([],), "citations are not supported")
     _cache_control(fields)
@@ -136,7 +129,7 @@ def _user_blocks(fields: Fields, blocks: list[Fields], chat: ChatBody) -> None:
             say_texts()
             chat.say(_tool_result(block), block.place)
         else:
-            _refuse_block(block, kind, "text and tool_result blocks")
+            raise block.other_type("text and tool_result blocks are taken here")
     if texts or not blocks:
         chat.say({"role": "user", "content": "\n".join(texts)}, fields.place)
 
@@ -166,7 +159,7 @@ def _assistant_blocks(fields: Fields, blocks: list[Fields], chat: ChatBody) -> N
             block.text("signature")
             block.refuse_unknown()
         else:
-            _refuse_block(block, kind, "text, thinking and tool_use blocks")
+            raise block.other_type("text, thinking and tool_use blocks are taken here")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
         message["tool_calls"] = calls

@@ -218,11 +218,8 @@ def _thought(fields: Fields) -> str:
 
 
 def _part(fields: Fields) -> str:
-    kind = fields.text("type")
-    if kind not in ("input_text", "output_text", "text"):
-        shown = "is missing" if kind is None else f"is {kind[:40]!r}, which is not supported"
-        code = "" if kind is None else "unsupported_model_feature"
-        raise fields.error("type", f"{shown}; only input_text and output_text parts are taken", code=code)
+    if fields.text("type") not in ("input_text", "output_text", "text"):
+        raise fields.other_type("only input_text and output_text parts are taken")
     text = required_text(fields, "text")
     # Of what a response said: annotations there are none, and probabilities change no prompt.
     fields.accept_only("annotations", ([],), "text has no annotations here")
@@ -251,11 +248,8 @@ def _text(fields: Fields, body: ChatBody) -> None:
 def _tools(fields: Fields, body: ChatBody) -> None:
     tools: list[dict[str, Any]] = []
     for tool in objects(fields, "tools"):
-        kind = tool.text("type")
-        if kind != "function":
-            shown = "is missing" if kind is None else f"is {kind[:40]!r}, which is not supported"
-            code = "" if kind is None else "unsupported_model_feature"
-            raise tool.error("type", f"{shown}; tools are functions", code=code)
+        if tool.text("type") != "function":
+            raise tool.other_type("tools are functions")
         function = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
         tool.refuse_unknown()
         path = f"tools[{len(tools)}]"
