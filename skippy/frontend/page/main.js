@@ -19,9 +19,23 @@ function showTheme() {
 }
 
 function openSettings(focus = "system") {
-  for (const name of Object.keys(settings)) form.elements[name].value = settings[name];
-  if (!dialog.open) dialog.showModal();
+  if (!dialog.open) {
+    // an open one may hold what is being typed
+    for (const name of Object.keys(settings)) form.elements[name].value = settings[name];
+    dialog.showModal();
+  }
   form.elements[focus].focus();
+}
+
+/** What the form holds is valid from now on. */
+function takeSettings() {
+  const before = settings.api_key;
+  for (const name of Object.keys(settings)) {
+    const field = form.elements[name];
+    settings[name] = field.validity?.valid === false ? "" : field.value.trim();
+  }
+  saveSettings();
+  if (settings.api_key !== before) void start();
 }
 
 async function start() {
@@ -52,16 +66,10 @@ byId("new").addEventListener("click", () => void clear());
 byId("open-settings").addEventListener("click", () => openSettings());
 byId("reset").addEventListener("click", () => form.reset());
 document.addEventListener("key-needed", () => openSettings("api_key"));
-dialog.addEventListener("close", () => {
-  const before = settings.api_key;
-  for (const name of Object.keys(settings)) {
-    const field = form.elements[name];
-    settings[name] = field.validity?.valid === false ? "" : field.value.trim();
-  }
-  saveSettings();
-  if (settings.api_key !== before) void start();
-  prompt.focus();
-});
+// "close" is queued behind what is typed next, so a question could be sent before it; "submit" and "cancel" are not.
+form.addEventListener("submit", takeSettings);
+dialog.addEventListener("cancel", takeSettings);
+dialog.addEventListener("close", () => prompt.focus());
 byId("theme").addEventListener("click", () => {
   const names = Object.keys(THEMES);
   theme = names[(names.indexOf(theme) + 1) % names.length];
