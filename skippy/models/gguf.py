@@ -152,6 +152,7 @@ class TensorInfo:
         type: ggml type number.
         offset: file offset of the data (absolute).
         nbytes: bytes of the data.
+        file: the file that has the data; a model may have several.
     """
 
     name: str
@@ -159,6 +160,7 @@ class TensorInfo:
     type: int
     offset: int
     nbytes: int
+    file: FileStamp
 
     @property
     def type_name(self) -> str:
@@ -261,7 +263,7 @@ def _read(stamp: FileStamp, cursor: Cursor) -> GGUFHeader:
     _check_count(cursor, "metadata keys", metadata_count, MAX_METADATA, 13)
     metadata = _read_metadata(cursor, metadata_count, stamp)
     alignment = _alignment(cursor, metadata)
-    relative = _read_tensor_infos(cursor, tensor_count, alignment)
+    relative = _read_tensor_infos(cursor, tensor_count, alignment, stamp)
     data_offset = cursor.position + -cursor.position % alignment
     tensors = {}
     for info in relative:
@@ -361,7 +363,7 @@ def _alignment(cursor: Cursor, metadata: Mapping[str, Metadata]) -> int:
     return value
 
 
-def _read_tensor_infos(cursor: Cursor, count: int, alignment: int) -> list[TensorInfo]:
+def _read_tensor_infos(cursor: Cursor, count: int, alignment: int, stamp: FileStamp) -> list[TensorInfo]:
     infos: list[TensorInfo] = []
     seen: set[str] = set()
     for _ in range(count):
@@ -383,5 +385,5 @@ def _read_tensor_infos(cursor: Cursor, count: int, alignment: int) -> list[Tenso
             nbytes = tensor_bytes(type_id, dims)
         except ValueError as error:
             cursor.fail(f"tensor {show(name)}: {error}")
-        infos.append(TensorInfo(name, dims, type_id, offset, nbytes))
+        infos.append(TensorInfo(name, dims, type_id, offset, nbytes, stamp))
     return infos

@@ -53,9 +53,9 @@ def write_slice(
         source_sha256 = file_sha256(header.path, progress)
     plan = plan_slice(header, layer_start, layer_end, source_sha256=source_sha256)
     temporary = out.with_name(f"{temporary_prefix(out.name)}{secrets.token_hex(4)}.tmp")
-    source = header.stamp.open()
     try:
-        _write_file(plan, source, temporary, progress)
+        with _Sources() as sources:
+            _write_file(plan, sources, temporary, progress)
         os.replace(temporary, out)
         _sync_folder(out.parent)
     except BaseException as error:
@@ -63,8 +63,6 @@ def write_slice(
         if isinstance(error, OSError):
             raise write_error(out, error, plan.disk_bytes) from error
         raise
-    finally:
-        os.close(source)
     return SliceInfo.from_file(out)
 
 
@@ -119,7 +117,27 @@ class _Meter:
             self.report("write", self.done, self.total)
 
 
-def _write_file(plan: SlicePlan, source: int, path: Path, progress: Progress | None) -> None:
+class _Sources:
+    """The files that a slice is copied from, each opened when the first byte of it is needed."""
+
+    def __init__(self) -> None:
+        self._open: dict[FileStamp, int] = {}
+
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def descriptor(self, file: FileStamp) -> int:
+        """For reading. Raises GGUFError when the file is gone or not what it was."""
+        if file not in self._open:
+            self._open[file] = file.open()
+        return self._open[file]
+
+
+def _write_file(plan: SlicePlan, sources: _Sources, path: Path, progress: Progress | None) -> None:
     target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         meter = _Meter(plan.disk_bytes, progress)
@@ -128,14 +146,15 @@ def _write_file(plan: SlicePlan, source: int, path: Path, progress: Progress | N
             if isinstance(entry, bytes):
                 position = _write_all(target, entry, position)
             else:
-                _copy(plan, source, target, entry.start, position, entry.end - entry.start, None)
+                _copy(sources, plan.header.stamp, target, entry.start, position, entry.end - entry.start)
                 position += entry.end - entry.start
         _write_all(target, plan.tensor_infos(), position)
         position = plan.data_offset
         meter.add(position)
         for tensor in plan.tensors:
             if tensor.source is not None:
-                _copy(plan, source, target, tensor.source.offset, position, tensor.nbytes, meter)
+                data = tensor.source
+                _copy(sources, data.file, target, data.offset, position, tensor.nbytes, meter)
             position += plan.padded(tensor.nbytes)
         os.ftruncate(target, position)  # padding and holes at the end
         os.fsync(target)
@@ -152,9 +171,16 @@ def _write_all(target: int, data: bytes, position: int) -> int:
 
 
 def _copy(
-    plan: SlicePlan, source: int, target: int, start: int, position: int, count: int, meter: _Meter | None
+    sources: _Sources,
+    file: FileStamp,
+    target: int,
+    start: int,
+    position: int,
+    count: int,
+    meter: _Meter | None = None,
 ) -> None:
-    """Copy ``count`` bytes at ``start`` of the source to ``position``: inside the kernel where it can."""
+    """Copy ``count`` bytes at ``start`` of ``file`` to ``position``: inside the kernel where it can."""
+    source = sources.descriptor(file)
     kernel_copy = hasattr(os, "copy_file_range")
     while count:
         step = min(count, _CHUNK)
@@ -171,7 +197,7 @@ def _copy(
             moved = len(chunk)
             _write_all(target, chunk, position)
         if not moved:
-            raise GGUFError(plan.header.path, f"ends at byte {start} while being copied")
+            raise GGUFError(file.path, f"ends at byte {start} while being copied")
         start, position, count = start + moved, position + moved, count - moved
         if meter is not None:
             meter.add(moved)
