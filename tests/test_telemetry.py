@@ -20,10 +20,13 @@ from skippy.telemetry import (
     JsonLinesSink,
     Level,
     MemorySink,
+    RareWarnings,
     StructlogSink,
     Telemetry,
+    get_logger,
     names,
 )
+from skippy.telemetry.logs import QUIET_SECS
 
 
 async def deliver(telemetry: Telemetry) -> None:
@@ -227,6 +230,20 @@ log.warning("b", n=2)
 def test_a_host_that_configures_nothing_sees_warnings_only() -> None:
     (line,) = log_in_a_process(LOG.format("")).splitlines()
     assert "'event': 'b'" in line
+
+
+def test_warnings_that_there_is_much_reason_for(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 1.0, 2.0, QUIET_SECS - 1, QUIET_SECS, QUIET_SECS + 1, 2 * QUIET_SECS])
+    warnings = RareWarnings(get_logger("skippy.x"), clock=lambda: next(times))
+    for event in "aabaaaa":
+        warnings.tell(event, n=1)
+    told = [(r.msg["event"], r.msg.get("left_out"), r.msg["n"], r.levelname) for r in caplog.records]  # type: ignore[call-overload,attr-defined]
+    assert told == [
+        ("a", None, 1, "WARNING"),
+        ("b", None, 1, "WARNING"),
+        ("a", 2, 1, "WARNING"),
+        ("a", 1, 1, "WARNING"),
+    ]
 
 
 def test_a_process_of_ours_writes_json_with_fields_and_those_of_other_libraries() -> None:

@@ -27,7 +27,7 @@ _log = get_logger("skippy.kv")
 def remove_abandoned(directory: Path, *, max_idle_secs: float = MAX_IDLE_SECS) -> list[str]:
     """Remove the folders of stages in ``directory`` that no process uses, nor has opened for that long.
 
-    Anything else in there is left alone, and so is what cannot be removed. Returns the names.
+    Anything else in there is left alone, and so is what cannot be removed. Returns the names that are gone.
     """
     try:
         names = sorted(filter(_NAME.fullmatch, os.listdir(directory)))
@@ -60,8 +60,9 @@ def _remove(path: Path) -> bool:
                 inner = PrivateFolder.open(path / name, within=folder)
                 stack.callback(inner.close)
                 for file in inner.names():
-                    inner.remove(file)
-                folder.remove_folder(name)
+                    with contextlib.suppress(OSError):  # the others go all the same
+                        inner.remove(file)
+                folder.remove(name)
             folder.remove(LOCK_NAME)
             os.rmdir(path)
     except (ConfigError, OSError):

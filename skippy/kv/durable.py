@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import threading
 from array import array
 from collections import OrderedDict
@@ -29,7 +30,7 @@ import attrs
 
 from skippy.config import ConfigError
 from skippy.protocol import Buffer
-from skippy.telemetry import get_logger
+from skippy.telemetry import RareWarnings, get_logger
 
 from .abandoned import LOCK_NAME, remove_abandoned
 from .blocks import digest_of_pieces
@@ -142,7 +143,7 @@ class DurableStore:
             self._files: OrderedDict[str, StateFile] = OrderedDict()
             self._stats = DurableStats()
             self._closed, self._ending = False, threading.Event()
-            self._failing = False
+            self._warnings = RareWarnings(_log)
             try:
                 self._found = self._reconcile()
             except OSError as error:
@@ -274,24 +275,34 @@ class DurableStore:
             self._condemn(file.name, error)
 
     def _condemn(self, name: str, error: OSError | StateFileError) -> None:
-        fields = {"folder": str(self.path), "file": name, "error": str(error)}
+        """A file is not to be used: it must not take room in ``states/`` that nobody counts, either."""
         if isinstance(error, OSError):
             self._stats.unreadable += 1
-            _log.warning("a kept state cannot be read", **fields)
-            return
-        self._stats.corrupt += 1
-        _log.warning("a kept state is damaged and goes to quarantine", **fields)
+            told = "a kept state cannot be read"
+        else:
+            self._stats.corrupt += 1
+            told = "a kept state is damaged and goes to quarantine"
+        self._warnings.tell(told, folder=str(self.path), file=name, error=str(error))
+        self._put_away(name)
+
+    def _put_away(self, name: str) -> None:
+        """Move whatever has this name to quarantine, or at least away."""
+        for target in (name, f"{name}.{secrets.token_hex(4)}"):  # a folder does not take the place of a file
+            with contextlib.suppress(OSError):
+                self._states.move(name, self._quarantine, target)
+                self._trim_quarantine(QUARANTINED_FILES)
+                return
         with contextlib.suppress(OSError):
-            self._trim_quarantine(QUARANTINED_FILES - 1)
-            self._states.move(name, self._quarantine, name)
+            self._states.remove(name)
 
     def _trim_quarantine(self, count: int) -> None:
-        """Keep the ``count`` youngest of what is in quarantine."""
+        """Keep the ``count`` youngest of what is in quarantine, and what cannot be removed."""
+        folder = self._quarantine
         with contextlib.suppress(OSError):
-            folder = self._quarantine
             names = sorted(folder.names(), key=lambda name: folder.stat(name).st_ctime_ns)
             for name in names[: max(0, len(names) - count)]:
-                folder.remove(name)
+                with contextlib.suppress(OSError):
+                    folder.remove(name)
 
     def _put_in(self, file: StateFile) -> None:
         self._files[file.name] = file
@@ -305,8 +316,12 @@ class DurableStore:
 
     def _forget(self, file: StateFile) -> None:
         self._take_out(file)
-        with contextlib.suppress(OSError):
+        try:
             self._states.remove(file.name)
+        except FileNotFoundError:
+            pass
+        except OSError:  # a folder in its place, say
+            self._put_away(file.name)
 
     def _make_room(self, needed: int) -> list[StateFile]:
         """Forget files until ``needed`` bytes fit."""
@@ -335,6 +350,7 @@ class DurableStore:
             if paths[file.path_key] is not file:
                 self._forget(file)
         self._make_room(0)
+        self._trim_quarantine(QUARANTINED_FILES)
         return [(file, head) for _, file, head in found if file.name in self._files]
 
     def _look_at(self, name: str) -> tuple[int, StateFile, StateHead]:
@@ -373,11 +389,7 @@ class DurableStore:
                 self._tell(str(error))
             return False
         self._stats.written += 1
-        self._failing = False
         return True
 
     def _tell(self, reason: str) -> None:
-        """Log that states are not written, once until one is written again."""
-        if not self._failing:
-            self._failing = True
-            _log.warning("states are not written to disk", folder=str(self.path), reason=reason)
+        self._warnings.tell("states are not written to disk", folder=str(self.path), reason=reason)

@@ -160,10 +160,11 @@ class PrivateFolder:
         os.rename(name, target_name, src_dir_fd=self._fd, dst_dir_fd=target._fd)
 
     def remove(self, name: str) -> None:
-        os.unlink(name, dir_fd=self._fd)
-
-    def remove_folder(self, name: str) -> None:
-        os.rmdir(name, dir_fd=self._fd)
+        """Remove a file, a link or an empty folder."""
+        try:
+            os.unlink(name, dir_fd=self._fd)
+        except IsADirectoryError:
+            os.rmdir(name, dir_fd=self._fd)
 
     def sync(self) -> None:
         """Make what was moved and removed last."""

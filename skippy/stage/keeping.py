@@ -16,7 +16,7 @@ import attrs
 from skippy.engine import EngineError, StageEngine
 from skippy.kv.activations import ActivationCache
 from skippy.kv.entries import Match, Part, cut_schedule
-from skippy.telemetry import get_logger
+from skippy.telemetry import RareWarnings, get_logger
 
 from .scheduler import Scheduler
 from .settings import MAX_CHECKPOINTS, drops
@@ -101,6 +101,7 @@ class StageCache:
     ) -> None:
         self.activations = activations
         self._cells = cells
+        self._warnings = RareWarnings(log)
         self.states: StateTier | None = None
         self.scheduler = scheduler
         self.index = index
@@ -212,7 +213,7 @@ class StageCache:
 
     def _failed(self, length: int, exc: BaseException) -> RestoreFailed:
         self.index.counters.errors += 1
-        log.warning("a remembered prefix could not be restored", tokens=length, error=str(exc))
+        self._warnings.tell("a remembered prefix could not be restored", tokens=length, error=str(exc))
         return RestoreFailed(str(exc))
 
     async def _import(self, entry: KvEntry, target: int) -> None:

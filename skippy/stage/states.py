@@ -19,7 +19,7 @@ from skippy.kv.blocks import BlockStore, StateRef
 from skippy.kv.cache import PrefixCache
 from skippy.kv.durable import DurableStore, StateFile, Written
 from skippy.kv.entries import Entry, Part
-from skippy.telemetry import get_logger
+from skippy.telemetry import RareWarnings, get_logger
 
 from .kv_writer import KvWriter, WriterPlace
 from .scheduler import Scheduler
@@ -73,6 +73,7 @@ class StateTier:
         self._scheduler = scheduler
         self._index = index
         self._shrink = shrink
+        self._warnings = RareWarnings(log)
         self._under_way: list[_Path] = []
         """Exports that have begun, and have not come to anything."""
 
@@ -133,7 +134,7 @@ class StateTier:
             if self._index.sliceable or engine.length(sequence) == len(path.tokens):
                 state = engine.export_state(sequence, len(path.tokens))
         except EngineError as error:
-            log.warning("a remembered prefix could not be exported", error=str(error))
+            self._warnings.tell("a remembered prefix could not be exported", error=str(error))
         self._scheduler.tell(functools.partial(self._store, path, place, state))
 
     def _store(self, path: _Path, place: WriterPlace, state: memoryview | None) -> None:

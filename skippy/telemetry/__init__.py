@@ -2,7 +2,7 @@
 
 from . import names
 from .core import NULL_TELEMETRY, STDERR_VARIABLE, Event, Level, Sink, Span, Telemetry, TelemetryStats
-from .logs import configure_logging, get_logger
+from .logs import RareWarnings, configure_logging, get_logger
 from .sinks import JsonLinesSink, MemorySink, StructlogSink
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "JsonLinesSink",
     "Level",
     "MemorySink",
+    "RareWarnings",
     "Sink",
     "Span",
     "StructlogSink",

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 import structlog
 
 ROOT = "skippy"
+QUIET_SECS: Final = 600.0
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
@@ -35,6 +39,32 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
         cache_logger_on_first_use=True,
     )
     return logger
+
+
+class RareWarnings:
+    """Warnings that every request may give cause for: each is logged once in ten minutes. Any thread.
+
+    The first one after that says how many were left out (``left_out``).
+    """
+
+    def __init__(
+        self, log: structlog.stdlib.BoundLogger, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log = log
+        self._clock = clock
+        self._told: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Log ``event``, or count it. ``event`` is one of a fixed few; what varies goes into ``fields``."""
+        now, told = self._clock(), self._told.get(event)
+        if told is not None and now - told < QUIET_SECS:
+            self._left_out[event] = self._left_out.get(event, 0) + 1
+            return
+        self._told[event] = now
+        if left_out := self._left_out.pop(event, 0):
+            fields["left_out"] = left_out
+        self._log.warning(event, **fields)
 
 
 def configure_logging(*, json_lines: bool | None = None, debug: bool = False) -> None:

@@ -201,6 +201,21 @@ def test_quarantine_is_bounded(store: DurableStore) -> None:
     assert names(store, "quarantine") == []
 
 
+def test_what_cannot_be_removed_keeps_nothing_else_in_quarantine(store: DurableStore) -> None:
+    """Somebody has put a folder there, which is older than all."""
+    (store.path / "quarantine" / "notes").mkdir()
+    (store.path / "quarantine" / "notes" / "mine").touch()
+    for n in range(2 * QUARANTINED_FILES):
+        os.truncate(store.path / "states" / write(store, (n,)).name, 3)
+    store.close()
+    reopened = open_store(store.path.parent)
+    assert reopened.stats().corrupt == 2 * QUARANTINED_FILES
+    assert len(names(reopened, "quarantine")) == QUARANTINED_FILES + 1
+    reopened.clear()
+    assert names(reopened, "quarantine") == ["notes"]
+    reopened.close()
+
+
 def test_no_symbolic_link_is_followed(tmp_path: Path) -> None:
     store = open_store(tmp_path / "kv")
     file, second = write(store), write(store, (4,), b"second")
@@ -230,6 +245,68 @@ def test_something_that_is_no_file_is_a_miss_and_waits_for_nobody(store: Durable
     os.mkfifo(store.path / "states" / file.name)
     (store.path / "states" / folder.name).mkdir()
     assert store.read(file) is store.read(folder) is None
+    assert names(store) == [], "their names are free again"
+    assert sorted(names(store, "quarantine")) == sorted([file.name, folder.name])
+    assert store.read(write(store)) == STATE
+
+
+@pytest.mark.parametrize("what", ["folder", "link", "pipe"])
+def test_room_is_made_of_whatever_has_the_name_of_a_file(tmp_path: Path, what: str) -> None:
+    store = open_store(tmp_path, 2 * (FIXED_BYTES + 2 + 4 + len(STATE)))
+    first, second = write(store, (1,)), write(store, (2,))
+    path = store.path / "states" / first.name
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+        (path / "inside").touch()
+    elif what == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.mkfifo(path)
+    third = write(store, (3,))
+    assert store.stats().evicted == 1
+    assert sorted(names(store)) == sorted([second.name, third.name])
+    assert store.read(write(store, (1,))) == STATE
+    store.close()
+
+
+def test_files_that_cannot_be_read_take_no_room_that_nobody_counts(
+    store: DurableStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the index, so not of the budget: they go, and what can be told of them is in quarantine."""
+    files = [write(store, (n,)) for n in range(10)]
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PrivateFolder, "open_file", fail)
+        assert [store.read(file) for file in files[:8]] == [None] * 8
+    assert sorted(names(store)) == sorted(file.name for file in files[8:])
+    assert len(names(store, "quarantine")) == QUARANTINED_FILES
+    stats = store.stats()
+    assert (stats.unreadable, stats.misses, stats.files) == (8, 8, 2)
+    assert stats.bytes == sum(path.stat().st_size for path in (store.path / "states").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "removed"])
+def test_the_log_says_once_that_files_are_gone_or_damaged(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for found in ("while open", "at the start"):
+        caplog.clear()
+        store = open_store(tmp_path)
+        files = [write(store, (n,)) for n in range(30)]
+        for file in files:
+            path = store.path / "states" / file.name
+            path.unlink() if damage == "removed" else os.truncate(path, 3)
+        if found == "at the start":
+            store.close()
+            store = open_store(tmp_path)
+        else:
+            assert {store.read(file) for file in files} == {None}
+        store.close()
+        assert len(caplog.records) == (0 if (damage, found) == ("removed", "at the start") else 1)
 
 
 def test_a_missing_file_is_a_miss(store: DurableStore) -> None:
@@ -414,3 +491,16 @@ def test_folders_that_nobody_used_for_a_month_are_removed(tmp_path: Path) -> Non
     left = [IDENTITY.hex()[:32], used.hex()[:32], young.hex()[:32], *others]
     assert sorted(os.listdir(tmp_path)) == sorted(left)
     in_use.close()
+
+
+def test_of_an_abandoned_folder_all_goes_that_can(tmp_path: Path) -> None:
+    store = open_store(tmp_path, identity=OTHER)
+    for n in range(5):
+        write(store, (n,))
+    notes = store.path / "states" / "notes"
+    notes.mkdir()
+    (notes / "mine").touch()
+    store.close()
+    os.utime(store.path / "owner.lock", (0, 0))
+    open_store(tmp_path).close()
+    assert names(store) == ["notes"]
