@@ -3,8 +3,10 @@
 Never here: trio, llama.cpp, anything that computes.
 """
 
-from skippy.models.cache import default_cache_dir, ensure_slice, weights_sha256
+from skippy.models.cache import default_cache_dir, ensure_slice, header_path, weights_sha256
+from skippy.models.checkpoint import Quantiser, Recipe, is_checkpoint
 from skippy.models.errors import (
+    CheckpointError,
     GGUFError,
     LayerRangeError,
     ModelError,
@@ -14,13 +16,13 @@ from skippy.models.errors import (
 from skippy.models.families import FAMILIES, Family, family_of
 from skippy.models.gguf import GGUFHeader, LazyArray, Metadata, TensorInfo, ValueType
 from skippy.models.info import ModelSummary, SliceInfo, inspect_model
-from skippy.models.parts import read_gguf
 from skippy.models.plan import RULES_VERSION, SlicePlan, plan_slice, slice_bytes
 from skippy.models.slicer import Progress, file_sha256, write_slice
 
 __all__ = [
     "FAMILIES",
     "RULES_VERSION",
+    "CheckpointError",
     "Family",
     "GGUFError",
     "GGUFHeader",
@@ -30,6 +32,8 @@ __all__ = [
     "ModelError",
     "ModelSummary",
     "Progress",
+    "Quantiser",
+    "Recipe",
     "SliceInfo",
     "SlicePlan",
     "SliceWriteError",
@@ -40,9 +44,10 @@ __all__ = [
     "ensure_slice",
     "family_of",
     "file_sha256",
+    "header_path",
     "inspect_model",
+    "is_checkpoint",
     "plan_slice",
-    "read_gguf",
     "slice_bytes",
     "weights_sha256",
     "write_slice",

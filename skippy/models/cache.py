@@ -4,6 +4,7 @@ Layout below the cache folder::
 
     hashes/<key of real path, size, mtime, inode>    the source's SHA-256, so that it is hashed once
     slices/<sha256>.r<rules>.<start>-<end>.gguf      a slice; beside it ``.lock``
+    checkpoints/<digest>.gguf                        a converted checkpoint's header, without its data
 
 Entries appear by rename, so they are read without a lock; locks only keep two processes from doing the
 same work.
@@ -13,24 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
 import platformdirs
 
-from skippy.models.errors import GGUFError
+from skippy.models.checkpoint import Conversion, Recipe, is_checkpoint
+from skippy.models.errors import CheckpointError, GGUFError
 from skippy.models.gguf import GGUFHeader
 from skippy.models.info import SliceInfo, is_slice
-from skippy.models.parts import read_gguf
-from skippy.models.plan import RULES_VERSION, check_range, plan_slice
-from skippy.models.reading import FileStamp
+from skippy.models.plan import RULES_VERSION, SlicePlan, check_range, plan_slice
 from skippy.models.slicer import (
     Progress,
-    combined_sha256,
+    TensorData,
     file_sha256,
     temporary_prefix,
     write_error,
@@ -53,6 +54,7 @@ def ensure_slice(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    recipe: Recipe | None = None,
 ) -> SliceInfo:
     """A file with layers ``[layer_start, layer_end)`` of a model, from the cache or newly written.
 
@@ -60,38 +62,133 @@ def ensure_slice(
     cached slice that does not read as what it should be is written again. Blocks while another process writes
     the same slice; safe from any thread.
 
+    ``model_path`` may be a checkpoint's folder, which is converted as ``recipe`` says, also for all
+    layers. Only the range's own tensors are read, and samples of the others.
+
     Raises:
         LayerRangeError: no such range, or another range of a slice.
+        CheckpointError: the checkpoint or its importance matrix is not right, or ``recipe`` is for one and
+            ``model_path`` is not.
         UnsupportedArchitectureError: the family cannot be cut.
         GGUFError: the model cannot be read.
         SliceWriteError: the cache cannot be written; nothing half-written is left.
     """
-    header = read_gguf(model_path)
+    conversion = _conversion(model_path, recipe)
+    if conversion is not None:
+        return _ensure_converted(conversion, layer_start, layer_end, cache_dir, progress)
+    header = GGUFHeader.read(model_path)
     info = SliceInfo.from_header(header)
     if (info.layer_start, info.layer_end) == (layer_start, layer_end):
         return info
     check_range(header, layer_start, layer_end)
     plan = plan_slice(header, layer_start, layer_end)  # refuse before anything is hashed
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    sha256 = model_sha256(header, folder / "hashes", progress)
-    path = folder / "slices" / f"{sha256}.r{RULES_VERSION}.{layer_start}-{layer_end}.gguf"
-    cached = _valid(path, sha256, layer_start, layer_end)
+    sha256 = _source_hash(header, folder / "hashes", progress)
+    return _ensure(folder, sha256, sha256, plan, progress, None)
+
+
+def header_path(
+    model_path: str | os.PathLike[str],
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    recipe: Recipe | None = None,
+) -> Path:
+    """A GGUF whose header describes the whole model: the file itself, or what a checkpoint would be.
+
+    The latter has no data. Blocks; safe from any thread.
+
+    Raises:
+        CheckpointError, SliceWriteError: as :func:`ensure_slice`.
+    """
+    conversion = _conversion(model_path, recipe)
+    if conversion is None:
+        return Path(model_path)
+    return _outline(
+        conversion, Path(cache_dir) if cache_dir is not None else default_cache_dir(), progress
+    ).path
+
+
+def _conversion(model_path: str | os.PathLike[str], recipe: Recipe | None) -> Conversion | None:
+    """None for a GGUF file, which cannot be given another quantisation."""
+    if is_checkpoint(model_path):
+        return Conversion.prepare(model_path, recipe or Recipe())
+    if recipe is not None and recipe != Recipe():
+        raise CheckpointError(
+            model_path, "is no checkpoint folder with config.json and weights; only those can be quantised"
+        )
+    return None
+
+
+def _outline(conversion: Conversion, folder: Path, progress: Progress | None) -> GGUFHeader:
+    path = folder / "checkpoints" / f"{conversion.digest}.gguf"
+    with contextlib.suppress(GGUFError):
+        return GGUFHeader.read(path)
+    with _locked(path, 0, progress):
+        with contextlib.suppress(GGUFError):
+            return GGUFHeader.read(path)
+        _remove_leftovers(path)
+        temporary = path.with_name(f"{temporary_prefix(path.name)}{secrets.token_hex(4)}.tmp")
+        try:
+            conversion.write_outline(temporary)
+            os.replace(temporary, path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise write_error(path, error, 0) from error
+            raise
+        return GGUFHeader.read(path)
+
+
+def _ensure_converted(
+    conversion: Conversion,
+    layer_start: int,
+    layer_end: int,
+    cache_dir: str | os.PathLike[str] | None,
+    progress: Progress | None,
+) -> SliceInfo:
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    header = _outline(conversion, folder, progress)
+    check_range(header, layer_start, layer_end)
+    plan = plan_slice(header, layer_start, layer_end)
+    names = [tensor.source.name for tensor in plan.tensors if tensor.source is not None]
+    own = _remembered(
+        folder / "hashes",
+        json.dumps(conversion.files(names)),
+        progress,
+        lambda: conversion.content_sha256(names, progress),
+    )
+    return _ensure(
+        folder, f"{conversion.digest}.{own[:16]}", conversion.digest, plan, progress, conversion.data
+    )
+
+
+def _ensure(
+    folder: Path,
+    key: str,
+    sha256: str,
+    plan: SlicePlan,
+    progress: Progress | None,
+    data: TensorData | None,
+) -> SliceInfo:
+    """The slice that ``plan`` describes, from the cache or newly written."""
+    start, end = plan.layer_start, plan.layer_end
+    path = folder / "slices" / f"{key}.r{RULES_VERSION}.{start}-{end}.gguf"
+    cached = _valid(path, sha256, start, end)
     if cached is not None:
         return cached
     with _locked(path, plan.disk_bytes, progress):
-        cached = _valid(path, sha256, layer_start, layer_end)
+        cached = _valid(path, sha256, start, end)
         if cached is not None:
             return cached
         _remove_leftovers(path)
-        return write_slice(header, path, layer_start, layer_end, progress, source_sha256=sha256)
+        return write_slice(plan.header, path, start, end, progress, source_sha256=sha256, data=data)
 
 
 def weights_sha256(
     info: SliceInfo, *, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None
 ) -> str:
     """SHA-256, in hex, of the whole model's file that ``info`` is or was cut from.
-
-    Of a model in several files: of their digests, one after the other, 32 bytes each.
 
     A slice says it; a whole model is hashed once, and that is remembered. Blocks; safe from any thread.
 
@@ -102,7 +199,7 @@ def weights_sha256(
     if info.source_sha256 is not None:
         return info.source_sha256
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    return model_sha256(read_gguf(info.path), folder / "hashes", progress)
+    return _source_hash(GGUFHeader.read(info.path), folder / "hashes", progress)
 
 
 def _valid(path: Path, sha256: str, layer_start: int, layer_end: int) -> SliceInfo | None:
@@ -116,16 +213,22 @@ def _valid(path: Path, sha256: str, layer_start: int, layer_end: int) -> SliceIn
     return info if right and (info.layer_start, info.layer_end) == (layer_start, layer_end) else None
 
 
-def model_sha256(header: GGUFHeader, folder: Path, progress: Progress | None) -> str:
-    """As :func:`weights_sha256`, for a model's header; ``folder`` remembers digests of files."""
-    digests = [file_digest(file, folder, progress) for file in header.files]
-    return combined_sha256(digests)
-
-
-def file_digest(stamp: FileStamp, folder: Path, progress: Progress | None) -> str:
-    """A file's SHA-256, remembered for as long as path, size, modification time and inode stay."""
+def _source_hash(header: GGUFHeader, folder: Path, progress: Progress | None) -> str:
+    """The source's SHA-256, remembered for as long as path, size, modification time and inode stay."""
+    stamp = header.stamp
     real = os.path.realpath(stamp.path)
     identity = f"{real}\0{stamp.size}\0{stamp.mtime_ns}\0{stamp.inode}"
+
+    def compute() -> str:
+        sha256 = file_sha256(stamp.path, progress)
+        os.close(stamp.open())  # raises if what was hashed is no longer what the header belongs to
+        return sha256
+
+    return _remembered(folder, identity, progress, compute)
+
+
+def _remembered(folder: Path, identity: str, progress: Progress | None, compute: Callable[[], str]) -> str:
+    """The digest of what ``identity`` names, computed once."""
     memo = folder / hashlib.sha256(os.fsencode(identity)).hexdigest()
     known = _read_memo(memo)
     if known is not None:
@@ -134,8 +237,7 @@ def file_digest(stamp: FileStamp, folder: Path, progress: Progress | None) -> st
         known = _read_memo(memo)
         if known is not None:
             return known
-        sha256 = file_sha256(stamp.path, progress)
-        os.close(stamp.open())  # raises if what was hashed is no longer what the header belongs to
+        sha256 = compute()
         _remove_leftovers(memo)
         temporary = memo.with_name(f"{temporary_prefix(memo.name)}{secrets.token_hex(4)}.tmp")
         try:

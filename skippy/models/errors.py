@@ -29,6 +29,20 @@ class GGUFError(ModelError):
         self.message = message
 
 
+class CheckpointError(ModelError):
+    """A checkpoint folder is incomplete, damaged, or of a kind this version does not convert.
+
+    Attributes:
+        path: the folder, or the file in it.
+        message: the reason, without the path.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], message: str) -> None:
+        super().__init__(f"{os.fspath(path)}: {message}")
+        self.path = Path(path)
+        self.message = message
+
+
 class LayerRangeError(ModelError, ValueError):
     """The asked layer range does not exist in the file; the text states the valid range."""
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from skippy.models.errors import GGUFError, show
 from skippy.models.reading import Cursor, FileStamp, open_regular
+from skippy.models.tensor_types import TYPES, tensor_bytes
 
 MAX_METADATA = 1 << 16  # key/value pairs; real files have some 30 to 60
 MAX_TENSORS = 1 << 17  # the largest real files (experts stored apart) have some 70 000
@@ -165,26 +165,11 @@ class TensorInfo:
     @property
     def type_name(self) -> str:
         """ggml's name of the type, for instance ``Q4_1``."""
-        return GGMLQuantizationType(self.type).name
+        return TYPES[self.type].name
 
     @property
     def elements(self) -> int:
         return math.prod(self.dims)
-
-
-def tensor_bytes(type_id: int, dims: tuple[int, ...]) -> int:
-    """Bytes of a tensor: ``elements / block * bytes_per_block`` with the sizes of the gguf package.
-
-    Raises:
-        ValueError: unknown type, or rows that are not whole blocks.
-    """
-    try:
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
-    except ValueError:
-        raise ValueError(f"unknown ggml type {type_id}") from None
-    if dims[0] % block:
-        raise ValueError(f"rows of {dims[0]} values are not whole blocks of {block}")
-    return math.prod(dims) // block * size
 
 
 @attrs.frozen(slots=True, eq=False)
@@ -199,7 +184,6 @@ class GGUFHeader:
         tensors: by name, in file order.
         data_offset: file offset of the tensor data.
         stamp: state of the file when it was read.
-        files: all files of the model, each in the state it was read in; mostly this one alone.
     """
 
     path: Path
@@ -209,7 +193,6 @@ class GGUFHeader:
     tensors: Mapping[str, TensorInfo]
     data_offset: int
     stamp: FileStamp
-    files: tuple[FileStamp, ...]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> GGUFHeader:
@@ -230,8 +213,7 @@ class GGUFHeader:
 
     @property
     def file_size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
+        return self.stamp.size
 
     def value(self, key: str, default: Scalar | None = None) -> Scalar | LazyArray | None:
         """A metadata value, or ``default``."""
@@ -276,7 +258,7 @@ def _read(stamp: FileStamp, cursor: Cursor) -> GGUFHeader:
                 f"truncated: tensor {show(info.name)} ends at byte {end}, the file has {stamp.size} bytes"
             )
         tensors[info.name] = attrs.evolve(info, offset=data_offset + info.offset)
-    return GGUFHeader(stamp.path, version, alignment, metadata, tensors, data_offset, stamp, (stamp,))
+    return GGUFHeader(stamp.path, version, alignment, metadata, tensors, data_offset, stamp)
 
 
 def _read_preamble(cursor: Cursor) -> int:

@@ -26,7 +26,6 @@ from skippy.models.gguf import (
     Scalar,
     TensorInfo,
     ValueType,
-    tensor_bytes,
 )
 from skippy.models.info import (
     SLICE_PREFIX,
@@ -37,6 +36,7 @@ from skippy.models.info import (
     split_layer_name,
     vocabulary_size,
 )
+from skippy.models.tensor_types import tensor_bytes
 
 RULES_VERSION = 1
 """Raised whenever the same range of the same file would give another slice."""

@@ -6,13 +6,13 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
 
 from skippy.models.errors import GGUFError, SliceWriteError
-from skippy.models.gguf import GGUFHeader
+from skippy.models.gguf import GGUFHeader, TensorInfo
 from skippy.models.info import SliceInfo
 from skippy.models.plan import SlicePlan, plan_slice
 from skippy.models.reading import FileStamp, open_regular
@@ -21,6 +21,9 @@ Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done_bytes, total_bytes)``; stages are "hash", "wait" (for another process,
 0 of 0) and "write". An exception it raises ends the work cleanly and comes out of the call;
 so a worker thread may check there whether it was cancelled."""
+
+TensorData = Callable[[TensorInfo], Iterator[bytes]]
+"""Makes the bytes of a tensor, in pieces."""
 
 _CHUNK = 8 << 20  # bytes between two progress reports
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
@@ -34,11 +37,13 @@ def write_slice(
     progress: Progress | None = None,
     *,
     source_sha256: str | None = None,
+    data: TensorData | None = None,
 ) -> SliceInfo:
     """Write layers ``[layer_start, layer_end)`` of a whole model as a GGUF of its own.
 
     The file appears under ``out_path`` complete and synced, replacing one that was there, or not at all.
-    ``source_sha256`` saves hashing the source when the caller knows it.
+    ``source_sha256`` saves hashing the source when the caller knows it. ``data`` makes what is not in the
+    files that the header names.
 
     Raises:
         LayerRangeError, UnsupportedArchitectureError, GGUFError: as :func:`~skippy.models.plan_slice`; also
@@ -47,39 +52,23 @@ def write_slice(
     """
     out = Path(out_path)
     plan_slice(header, layer_start, layer_end)  # refuse before the hash takes its time
-    if any(_same_file(out, file.path) for file in header.files):
+    if _same_file(out, header.path):
         raise SliceWriteError(f"{out}: is the source model, the slice needs a file of its own")
     if source_sha256 is None:
-        source_sha256 = combined_sha256([file_sha256(file.path, progress) for file in header.files])
-    write_plan(plan_slice(header, layer_start, layer_end, source_sha256=source_sha256), out, progress)
-    return SliceInfo.from_file(out)
-
-
-def write_plan(plan: SlicePlan, out: Path, progress: Progress | None = None) -> None:
-    """Write what is planned, complete and synced under ``out`` or not at all.
-
-    Raises:
-        GGUFError: a source file changed or ends early.
-        SliceWriteError: disk full, no permission.
-    """
+        source_sha256 = file_sha256(header.path, progress)
+    plan = plan_slice(header, layer_start, layer_end, source_sha256=source_sha256)
     temporary = out.with_name(f"{temporary_prefix(out.name)}{secrets.token_hex(4)}.tmp")
     try:
         with _Sources() as sources:
-            _write_file(plan, sources, temporary, progress)
+            _write_file(plan, sources, temporary, progress, data)
         os.replace(temporary, out)
-        sync_folder(out.parent)
+        _sync_folder(out.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise write_error(out, error, plan.disk_bytes) from error
         raise
-
-
-def combined_sha256(digests: Sequence[str]) -> str:
-    """The digest of a model's file; of one in several files, a digest of theirs, in order."""
-    if len(digests) == 1:
-        return digests[0]
-    return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
+    return SliceInfo.from_file(out)
 
 
 def temporary_prefix(name: str) -> str:
@@ -153,7 +142,9 @@ class _Sources:
         return self._open[file]
 
 
-def _write_file(plan: SlicePlan, sources: _Sources, path: Path, progress: Progress | None) -> None:
+def _write_file(
+    plan: SlicePlan, sources: _Sources, path: Path, progress: Progress | None, data: TensorData | None
+) -> None:
     target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         meter = _Meter(plan.disk_bytes, progress)
@@ -168,9 +159,11 @@ def _write_file(plan: SlicePlan, sources: _Sources, path: Path, progress: Progre
         position = plan.data_offset
         meter.add(position)
         for tensor in plan.tensors:
-            if tensor.source is not None:
-                data = tensor.source
-                _copy(sources, data.file, target, data.offset, position, tensor.nbytes, meter)
+            source = tensor.source
+            if source is not None and data is not None:
+                _put(data(source), target, position, tensor.nbytes, meter)
+            elif source is not None:
+                _copy(sources, source.file, target, source.offset, position, tensor.nbytes, meter)
             position += plan.padded(tensor.nbytes)
         os.ftruncate(target, position)  # padding and holes at the end
         os.fsync(target)
@@ -184,6 +177,15 @@ def _write_all(target: int, data: bytes, position: int) -> int:
         count = os.pwrite(target, view, position)
         view, position = view[count:], position + count
     return position
+
+
+def _put(pieces: Iterator[bytes], target: int, position: int, count: int, meter: _Meter) -> None:
+    """Write ``count`` bytes that come in pieces."""
+    end = position + count
+    for piece in pieces:
+        position = _write_all(target, piece, position)
+        meter.add(len(piece))
+    assert position == end, "a tensor has as many bytes as its type and shape make"
 
 
 def _copy(
@@ -226,7 +228,7 @@ def _same_file(first: Path, second: Path) -> bool:
         return False
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Make a rename durable; file systems that cannot are left alone."""
     try:
         fd = os.open(folder, os.O_RDONLY)

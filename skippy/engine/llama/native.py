@@ -68,13 +68,16 @@ class _LogRouter:
     def _receive(self, level: int, text: bytes | None, _user_data: int | None) -> None:
         if level != _LEVEL_CONTINUED:
             self._level = level
-        if self._level not in (_LEVEL_WARN, _LEVEL_ERROR) or text is None or self.silent:
+        if self._level not in (_LEVEL_WARN, _LEVEL_ERROR) or text is None:
             return
         message = text.decode(errors="replace").strip()
         if not message or message == ".":
             return
         if self._level == _LEVEL_ERROR:
             self.errors.append(message)
+        if self.silent:
+            return
+        if self._level == _LEVEL_ERROR:
             _log.error("llama.cpp", message=message)
         elif not any(words in message for words in _EXPECTED):
             _log.warning("llama.cpp", message=message)

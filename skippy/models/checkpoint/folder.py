@@ -1,0 +1,170 @@
+"""A checkpoint folder as Hugging Face's libraries write it: which files, and what is in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from skippy.models.errors import CheckpointError, show
+
+from .safetensors import StoredTensor, read_header
+from .texts import MAX_CONFIG, MAX_INDEX, MAX_TOKENIZER, read_bytes, read_object
+
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+TEXTS: Final[Mapping[str, int]] = {
+    CONFIG: MAX_CONFIG,
+    "tokenizer_config.json": MAX_CONFIG * 4,  # lists added tokens, and has the chat template
+    "added_tokens.json": MAX_CONFIG,
+    "chat_template.jinja": MAX_CONFIG,
+    "chat_template.json": MAX_CONFIG,
+    "tokenizer.json": MAX_TOKENIZER,
+    "tokenizer.model": MAX_TOKENIZER,
+    "merges.txt": MAX_TOKENIZER,
+}
+"""Every file beside the weights that conversion reads, with its greatest length."""
+MAX_SHARDS: Final = 4096
+_SAMPLES: Final = 16
+_SAMPLE: Final = 4096  # bytes
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a folder with the files of a checkpoint; they may be damaged."""
+    folder = Path(path)
+    return (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+
+
+@attrs.frozen(slots=True, eq=False)
+class Checkpoint:
+    """An opened checkpoint: texts checked for size, headers of all shards read, no tensor data.
+
+    Attributes:
+        folder: as given.
+        config: of ``config.json``.
+        tensors: by name, over all shards.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+        """Read what there is.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or too large, or the index names what is not there.
+        """
+        folder = Path(folder)
+        for name, limit in TEXTS.items():
+            file = folder / name
+            if file.is_file() and file.stat().st_size > limit:
+                raise CheckpointError(file, f"has {file.stat().st_size} bytes, at most {limit} are read")
+        config = read_object(folder / CONFIG, MAX_CONFIG)
+        if (folder / INDEX).is_file():
+            tensors = _read_shards(folder)
+        elif (folder / WEIGHTS).is_file():
+            tensors = read_header(folder / WEIGHTS)
+        else:
+            raise CheckpointError(folder, f"has no weights; expected {WEIGHTS} or {INDEX}")
+        return cls(folder, config, tensors)
+
+    def texts(self) -> Iterator[Path]:
+        """The files of :data:`TEXTS` that are there."""
+        return (self.folder / name for name in TEXTS if (self.folder / name).is_file())
+
+    def fingerprint(self) -> str:
+        """What the checkpoint is, as 64 hex digits: the same on every machine, however it is sharded.
+
+        Over all texts, over name, type and shape of every tensor, and over 16 samples of 4 KiB of each, its
+        ends among them: a stage must not have to read what belongs to others, but what was trained further
+        or merged with an adapter differs in most places.
+        """
+        digest = hashlib.sha256(b"skippy checkpoint 1\0")
+        for file in self.texts():
+            digest.update(f"{file.name}\0".encode())
+            digest.update(hashlib.sha256(read_bytes(file, TEXTS[file.name])).digest())
+        with Reader() as reader:
+            for name, tensor in sorted(self.tensors.items()):
+                digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
+                for start, count in _samples(tensor.nbytes):
+                    digest.update(reader.read(tensor, start, count))
+        return digest.hexdigest()
+
+
+def _samples(size: int) -> Iterator[tuple[int, int]]:
+    if size <= _SAMPLES * _SAMPLE:
+        yield 0, size
+        return
+    for index in range(_SAMPLES):
+        yield index * (size - _SAMPLE) // (_SAMPLES - 1), _SAMPLE
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / INDEX
+    names = read_object(index, MAX_INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(index, "damaged: weight_map must give a file for each tensor")
+    files = sorted(set(names.values()))
+    if len(files) > MAX_SHARDS:
+        raise CheckpointError(index, f"names {len(files)} files, the limit is {MAX_SHARDS}")
+    for file in files:
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                index, f"names {show(file)}; expected a .safetensors file of the same folder"
+            )
+        if not (folder / file).is_file():
+            raise CheckpointError(index, f"shard {show(file)} is missing")
+    tensors: dict[str, StoredTensor] = {}
+    shards = {file: read_header(folder / file) for file in files}
+    for name, file in names.items():
+        if name not in shards[file]:
+            raise CheckpointError(
+                index, f"says that {show(name)} is in {show(file)}, which has no such tensor"
+            )
+        tensors[name] = shards[file][name]
+    return tensors
+
+
+class Reader:
+    """Reads ranges of tensors; each file is opened when the first byte of it is needed."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def read(self, tensor: StoredTensor, start: int, count: int) -> bytes:
+        """``count`` bytes of a tensor from byte ``start`` on.
+
+        Raises:
+            GGUFError: the file is gone or not what it was when its header was read.
+            CheckpointError: it cannot be read, or ends early.
+        """
+        path = tensor.file.path
+        if path not in self._open:
+            self._open[path] = tensor.file.open()
+        try:
+            data = os.pread(self._open[path], count, tensor.offset + start)
+            while data and len(data) < count:  # Linux reads at most 2 GiB at once
+                more = os.pread(self._open[path], count - len(data), tensor.offset + start + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            tensor.fail(f"cannot be read: {error.strerror}")
+        if len(data) < count:
+            tensor.fail("ends early; the file was cut while it was read")
+        return data
