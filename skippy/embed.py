@@ -41,7 +41,7 @@ from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
-from skippy.models import GGUFHeader, Progress, SliceInfo, ensure_slice, weights_sha256
+from skippy.models import Progress, SliceInfo, ensure_slice, read_gguf, weights_sha256
 from skippy.stage import (
     ENDING_SECS,
     ControlPiece,
@@ -228,7 +228,7 @@ def check_mtp(path: Path) -> None:
         ConfigError: the model has multi-token-prediction layers, which are not used yet.
         GGUFError: the model cannot be read.
     """
-    header = GGUFHeader.read(path)
+    header = read_gguf(path)
     if header.count(f"{header.text('general.architecture')}.nextn_predict_layers", 0):
         raise ConfigError(
             "native_mtp_enabled: using the model's multi-token-prediction layers is not available yet; "

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from skippy.models import (
-    GGUFHeader,
     ModelSummary,
     SliceInfo,
     ensure_slice,
     inspect_model,
+    read_gguf,
     write_slice,
 )
 from skippy.topology import LayerRange
@@ -79,7 +79,7 @@ def slice_(model: Path, layers: str, out: Path | None) -> None:
         if out is None:
             info = ensure_slice(model, wanted.start, wanted.end, progress=progress)
         else:
-            info = write_slice(GGUFHeader.read(model), out, wanted.start, wanted.end, progress)
+            info = write_slice(read_gguf(model), out, wanted.start, wanted.end, progress)
     click.echo(info.path)
 
 

@@ -74,7 +74,8 @@ class StageConfig:
         "connections to other stages leave from this address too."
     )
     model_path: str | None = key(
-        "The model's GGUF file: whole, or the slice of this stage. Required.", default=None
+        "The model's GGUF file: whole, the first of several, or the slice of this stage. Required.",
+        default=None,
     )
     upstream: PeerConfig | None = key(
         "The stage before this one; null on stage 0, or to take it from the topology.", default=None

@@ -16,6 +16,7 @@ from skippy.models.errors import (
 from skippy.models.families import FAMILIES, Family, family_of
 from skippy.models.gguf import GGUFHeader, LazyArray, Metadata, TensorInfo, ValueType
 from skippy.models.info import ModelSummary, SliceInfo, inspect_model
+from skippy.models.parts import read_gguf
 from skippy.models.plan import RULES_VERSION, SlicePlan, plan_slice, slice_bytes
 from skippy.models.slicer import Progress, file_sha256, write_slice
 
@@ -48,6 +49,7 @@ __all__ = [
     "inspect_model",
     "is_checkpoint",
     "plan_slice",
+    "read_gguf",
     "slice_bytes",
     "weights_sha256",
     "write_slice",

@@ -28,10 +28,13 @@ from skippy.models.checkpoint import Conversion, Recipe, is_checkpoint
 from skippy.models.errors import CheckpointError, GGUFError
 from skippy.models.gguf import GGUFHeader
 from skippy.models.info import SliceInfo, is_slice
+from skippy.models.parts import read_gguf
 from skippy.models.plan import RULES_VERSION, SlicePlan, check_range, plan_slice
+from skippy.models.reading import FileStamp
 from skippy.models.slicer import (
     Progress,
     TensorData,
+    combined_sha256,
     file_sha256,
     temporary_prefix,
     write_error,
@@ -76,14 +79,14 @@ def ensure_slice(
     conversion = _conversion(model_path, recipe)
     if conversion is not None:
         return _ensure_converted(conversion, layer_start, layer_end, cache_dir, progress)
-    header = GGUFHeader.read(model_path)
+    header = read_gguf(model_path)
     info = SliceInfo.from_header(header)
     if (info.layer_start, info.layer_end) == (layer_start, layer_end):
         return info
     check_range(header, layer_start, layer_end)
     plan = plan_slice(header, layer_start, layer_end)  # refuse before anything is hashed
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    sha256 = _source_hash(header, folder / "hashes", progress)
+    sha256 = model_sha256(header, folder / "hashes", progress)
     return _ensure(folder, sha256, sha256, plan, progress, None)
 
 
@@ -190,6 +193,8 @@ def weights_sha256(
 ) -> str:
     """SHA-256, in hex, of the whole model's file that ``info`` is or was cut from.
 
+    Of a model in several files: of their digests, one after the other, 32 bytes each.
+
     A slice says it; a whole model is hashed once, and that is remembered. Blocks; safe from any thread.
 
     Raises:
@@ -199,7 +204,7 @@ def weights_sha256(
     if info.source_sha256 is not None:
         return info.source_sha256
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    return _source_hash(GGUFHeader.read(info.path), folder / "hashes", progress)
+    return model_sha256(read_gguf(info.path), folder / "hashes", progress)
 
 
 def _valid(path: Path, sha256: str, layer_start: int, layer_end: int) -> SliceInfo | None:
@@ -213,9 +218,14 @@ def _valid(path: Path, sha256: str, layer_start: int, layer_end: int) -> SliceIn
     return info if right and (info.layer_start, info.layer_end) == (layer_start, layer_end) else None
 
 
-def _source_hash(header: GGUFHeader, folder: Path, progress: Progress | None) -> str:
-    """The source's SHA-256, remembered for as long as path, size, modification time and inode stay."""
-    stamp = header.stamp
+def model_sha256(header: GGUFHeader, folder: Path, progress: Progress | None) -> str:
+    """As :func:`weights_sha256`, for a model's header; ``folder`` remembers digests of files."""
+    digests = [file_digest(file, folder, progress) for file in header.files]
+    return combined_sha256(digests)
+
+
+def file_digest(stamp: FileStamp, folder: Path, progress: Progress | None) -> str:
+    """A file's SHA-256, remembered for as long as path, size, modification time and inode stay."""
     real = os.path.realpath(stamp.path)
     identity = f"{real}\0{stamp.size}\0{stamp.mtime_ns}\0{stamp.inode}"
 

@@ -184,6 +184,7 @@ class GGUFHeader:
         tensors: by name, in file order.
         data_offset: file offset of the tensor data.
         stamp: state of the file when it was read.
+        files: all files of the model, each in the state it was read in; mostly this one alone.
     """
 
     path: Path
@@ -193,6 +194,7 @@ class GGUFHeader:
     tensors: Mapping[str, TensorInfo]
     data_offset: int
     stamp: FileStamp
+    files: tuple[FileStamp, ...]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> GGUFHeader:
@@ -213,7 +215,8 @@ class GGUFHeader:
 
     @property
     def file_size(self) -> int:
-        return self.stamp.size
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
 
     def value(self, key: str, default: Scalar | None = None) -> Scalar | LazyArray | None:
         """A metadata value, or ``default``."""
@@ -258,7 +261,7 @@ def _read(stamp: FileStamp, cursor: Cursor) -> GGUFHeader:
                 f"truncated: tensor {show(info.name)} ends at byte {end}, the file has {stamp.size} bytes"
             )
         tensors[info.name] = attrs.evolve(info, offset=data_offset + info.offset)
-    return GGUFHeader(stamp.path, version, alignment, metadata, tensors, data_offset, stamp)
+    return GGUFHeader(stamp.path, version, alignment, metadata, tensors, data_offset, stamp, (stamp,))
 
 
 def _read_preamble(cursor: Cursor) -> int:

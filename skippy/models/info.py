@@ -13,6 +13,7 @@ import attrs
 from skippy.models.errors import GGUFError, UnsupportedArchitectureError, show
 from skippy.models.families import family_of
 from skippy.models.gguf import GGUFHeader, LazyArray
+from skippy.models.parts import read_gguf
 
 SLICE_PREFIX = "skippy.slice."
 _INT32 = (1 << 31) - 1  # llama.cpp counts tokens in 32 bits
@@ -41,14 +42,10 @@ def layer_count(header: GGUFHeader) -> int:
 
 
 def refuse_shards(header: GGUFHeader) -> None:
-    """Raise GGUFError for one file of a model that is spread over several."""
+    """Raise GGUFError for one file of several, read by itself."""
     shards = header.count("split.count", 1)
     if shards > 1:
-        raise GGUFError(
-            header.path,
-            f"one of {shards} files of a sharded model, which is not supported; "
-            "merge them first (llama-gguf-split --merge)",
-        )
+        raise GGUFError(header.path, f"one of {shards} files of a model, which have to be read together")
 
 
 def vocabulary_size(header: GGUFHeader) -> int:
@@ -130,9 +127,9 @@ class SliceInfo:
         """Read what ``path`` is.
 
         Raises:
-            GGUFError: not a readable GGUF, a shard, or slice keys that contradict each other.
+            GGUFError: not a readable GGUF, one of several files missing, or contradicting slice keys.
         """
-        return cls.from_header(GGUFHeader.read(path))
+        return cls.from_header(read_gguf(path))
 
     @classmethod
     def from_header(cls, header: GGUFHeader) -> SliceInfo:
@@ -212,7 +209,7 @@ def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
     Raises:
         GGUFError: as :meth:`SliceInfo.from_file`.
     """
-    header = GGUFHeader.read(path)
+    header = read_gguf(path)
     info = SliceInfo.from_header(header)
     layers = [0] * layer_count(header)
     kinds: Counter[str] = Counter()

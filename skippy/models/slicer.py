@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -52,23 +52,41 @@ def write_slice(
     """
     out = Path(out_path)
     plan_slice(header, layer_start, layer_end)  # refuse before the hash takes its time
-    if _same_file(out, header.path):
+    if any(_same_file(out, file.path) for file in header.files):
         raise SliceWriteError(f"{out}: is the source model, the slice needs a file of its own")
     if source_sha256 is None:
-        source_sha256 = file_sha256(header.path, progress)
-    plan = plan_slice(header, layer_start, layer_end, source_sha256=source_sha256)
+        source_sha256 = combined_sha256([file_sha256(file.path, progress) for file in header.files])
+    write_plan(plan_slice(header, layer_start, layer_end, source_sha256=source_sha256), out, progress, data)
+    return SliceInfo.from_file(out)
+
+
+def write_plan(
+    plan: SlicePlan, out: Path, progress: Progress | None = None, data: TensorData | None = None
+) -> None:
+    """Write what is planned, complete and synced under ``out`` or not at all; ``data`` as above.
+
+    Raises:
+        GGUFError: a source file changed or ends early.
+        SliceWriteError: disk full, no permission.
+    """
     temporary = out.with_name(f"{temporary_prefix(out.name)}{secrets.token_hex(4)}.tmp")
     try:
         with _Sources() as sources:
             _write_file(plan, sources, temporary, progress, data)
         os.replace(temporary, out)
-        _sync_folder(out.parent)
+        sync_folder(out.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise write_error(out, error, plan.disk_bytes) from error
         raise
-    return SliceInfo.from_file(out)
+
+
+def combined_sha256(digests: Sequence[str]) -> str:
+    """The digest of a model's file; of one in several files, a digest of theirs, in order."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
 
 
 def temporary_prefix(name: str) -> str:
@@ -228,7 +246,7 @@ def _same_file(first: Path, second: Path) -> bool:
         return False
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename durable; file systems that cannot are left alone."""
     try:
         fd = os.open(folder, os.O_RDONLY)

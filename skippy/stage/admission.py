@@ -19,7 +19,15 @@ import attrs
 
 from skippy.config import StageConfig, StageTopology
 from skippy.engine import EngineInfo
-from skippy.models import RULES_VERSION, GGUFHeader, LayerRangeError, SliceInfo, plan_slice, weights_sha256
+from skippy.models import (
+    RULES_VERSION,
+    GGUFHeader,
+    LayerRangeError,
+    SliceInfo,
+    plan_slice,
+    read_gguf,
+    weights_sha256,
+)
 from skippy.models.info import is_slice, split_layer_name
 from skippy.protocol import (
     ANNEX_EXTENSION,
@@ -82,9 +90,9 @@ def identify_model(part: SliceInfo, source: Path, ranges: Iterable[Range]) -> Mo
         GGUFError: a file cannot be read.
     """
     known: dict[Range, tuple[str, ...]] = {
-        (part.layer_start, part.layer_end): resident_tensors(GGUFHeader.read(part.path), part)
+        (part.layer_start, part.layer_end): resident_tensors(read_gguf(part.path), part)
     }
-    header = GGUFHeader.read(source)
+    header = read_gguf(source)
     if not is_slice(header):
         for start, end in ranges:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from skippy.engine.llama.devices import Device, chosen_devices
 from skippy.engine.llama.native import api
 from skippy.engine.llama.state import HEADER_BYTES
 from skippy.models import SliceInfo, ensure_slice
+from tests.support.splitting import split_model
 from tests.support.tiny_models import write_tiny
 
-from .chains import Kind, bits
+from .chains import Chain, Kind, bits
 from .conftest import OpenChain
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
@@ -368,3 +370,11 @@ def test_a_path_that_is_not_ascii(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "mödel 模型.gguf"
     path.write_bytes(tiny_model.read_bytes())
     LlamaEngine.load(SliceInfo.from_file(path), EngineOptions(n_threads=1)).close()
+
+
+def test_a_model_in_several_files_runs_whole(
+    tiny_model: Path, tmp_path: Path, open_model: Callable[..., Chain]
+) -> None:
+    parts = split_model(tiny_model, tmp_path)
+    expected = bits(open_model(tiny_model).feed((0, PROMPT)))
+    assert bits(open_model(parts[1]).feed((0, PROMPT))) == expected
