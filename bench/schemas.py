@@ -149,12 +149,12 @@ def faults_of(answers: list[Answer]) -> list[str]:
 
 
 def costs_of(model: Path, rounds: int) -> dict[str, float]:
-    """Processor time of the engine's thread for a draw, in milliseconds, by what the text is held to."""
+    """Processor time for a draw, in milliseconds, by what the text is held to."""
     engine = LlamaEngine.load(SliceInfo.from_file(model), EngineOptions(context_length=512, max_sequences=1))
     vocabulary = engine.vocabulary
     assert vocabulary is not None
     prompt = vocabulary.tokenize(TASK, add_special=True, parse_special=False)
-    grammars = GrammarVocabulary(vocabulary)
+    grammars = GrammarVocabulary.of(vocabulary)
     spent: dict[str, list[float]] = {}
     for number in range(rounds):
         sampling = SamplingConfig(flags=3, seed=number, temperature=1, top_k=40, top_p=0.95, ignore_eos=True)
@@ -181,6 +181,8 @@ def _draw(engine: StageEngine, prompt: list[int], sampling: SamplingConfig, plac
         history.append(token)
         rows = [token]
     sampler.close()
+    if place is not None:  # in a thread of its own
+        spent += place.spent
     return 1000 * spent / COST_TOKENS
 
 

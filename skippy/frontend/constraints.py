@@ -92,8 +92,11 @@ def _grammar(fields: Fields) -> Constraint | None:
         raise fields.error("grammar", f"is no GBNF that can be used: {error}") from error
 
 
-async def check_constraint(constraint: Constraint, grammars: Grammars) -> None:
+async def check_constraint(constraint: Constraint, grammars: Grammars, client: str = "") -> None:
     """Compile a request's grammar for a test, as the last stage will, before it costs a lane.
+
+    Args:
+        client: as :attr:`GenerationRequest.client`.
 
     Raises:
         InvalidGrammar: what is wrong with it.
@@ -101,7 +104,7 @@ async def check_constraint(constraint: Constraint, grammars: Grammars) -> None:
         GenerationError: none can be compiled.
     """
     try:
-        await grammars.check(constraint.grammar)
+        await grammars.check(constraint.grammar, client)
     except SettingsRefused as exc:
         text = f"{constraint.param} cannot be used: {str(exc).removeprefix('grammar: ')}"
         raise InvalidGrammar(text, constraint.param) from exc

@@ -168,7 +168,7 @@ class ChainGenerator:
                 else "the prompt is empty"
             )
         if request.constraint is not None:
-            await check_constraint(request.constraint, self._stage.context.grammars)
+            await check_constraint(request.constraint, self._stage.context.grammars, request.client)
         return count
 
     async def share(self, request: GenerationRequest) -> int:

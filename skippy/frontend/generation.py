@@ -126,6 +126,7 @@ class GenerationRequest:
             InvalidGrammar is raised for one that does not compile.
         namespace: whose cached prompts it may use (:func:`skippy.frontend.namespaces.cache_namespace`).
         request_id: the client's, for people who look at the lanes.
+        client: who asks, where clients take turns.
         reading: how what is generated is to be read; None: it is text. Of no concern to the chain.
     """
 
@@ -135,6 +136,7 @@ class GenerationRequest:
     top_logprobs: int | None = None
     namespace: str = ""
     request_id: str = ""
+    client: str = ""
     constraint: Constraint | None = None
     reading: AnswerReading | None = None
 

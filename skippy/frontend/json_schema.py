@@ -23,6 +23,11 @@ MAX_CHARACTERS: Final = 64 * 1024
 WHITESPACE: Final = r" |\n[ \t]{0,20}"
 """What may stand, once, wherever JSON allows white space: models that are unsure go on with it for ever."""
 
+MAX_OPTIONAL: Final = 240
+"""Properties in a row that may be left out: any of them may come next, so the parser looks at all of them."""
+MAX_LENGTH: Final = 2**31 - 1
+"""Of what keywords such as ``maxLength`` count; more is none of a computer's."""
+
 SMALLEST_STEP: Final = 1e-9
 """Of numbers, which are so long at most; models that are unsure go on with digits, too."""
 
@@ -49,6 +54,7 @@ _DATE: Final = (
 _TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _EXACT_FORMATS: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
+_LENGTHS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems")
@@ -114,7 +120,17 @@ def _check_keywords(schema: dict[str, Any], path: str) -> None:
         where = f"{path}.{keyword[:100]}"
         text = f"{where}: the keyword {keyword[:100]!r} is not supported in schemas that answers are held to"
         raise ApiError(text, param=where, code="unsupported_model_feature")
+    for keyword in _LENGTHS:
+        value = schema.get(keyword, 0)
+        # JSON Schema takes 3.0 for an integer.
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+            where = f"{path}.{keyword}"
+            raise ApiError(f"{where} must be a whole number, not {describe(value)}", param=where)
+        if not 0 <= value <= MAX_LENGTH:
+            text = f"{path}.{keyword} is {repr(value)[:40]}; it must be from 0 to {MAX_LENGTH}"
+            raise ApiError(text, param=f"{path}.{keyword}")
     least, required = schema.get("minProperties", 0), schema.get("required", [])
+    _check_optional(schema.get("properties"), required, f"{path}.properties")
     known = len(required) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > max(1, known):
         where = f"{path}.minProperties"
@@ -122,9 +138,29 @@ def _check_keywords(schema: dict[str, Any], path: str) -> None:
         raise ApiError(text, param=where, code="unsupported_model_feature")
 
 
+def _check_optional(properties: Any, required: Any, path: str) -> None:
+    """Refuse more properties that may be left out, one behind the other, than a draw can look at."""
+    if not isinstance(properties, dict) or len(properties) <= MAX_OPTIONAL:
+        return
+    needed = (
+        set(required) if isinstance(required, list) and all(isinstance(n, str) for n in required) else set()
+    )
+    optional = 0
+    for name in properties:
+        optional = 0 if name in needed else optional + 1
+        if optional > MAX_OPTIONAL:
+            raise ApiError(
+                f"{path} has more than {MAX_OPTIONAL} properties in a row that are not required; require "
+                "some of them, or put them into objects of their own",
+                param=path,
+                code="unsupported_model_feature",
+            )
+
+
 def _prepare(schema: dict[str, Any]) -> None:
     """Leave out what says nothing, bound fractions, and put exact patterns in the place of some formats."""
     schema.pop("uniqueItems", None)  # false
+    schema.update({keyword: int(schema[keyword]) for keyword in _LENGTHS if keyword in schema})
     kinds = schema.get("type")
     numeric = kinds == "number" or (isinstance(kinds, list) and "number" in kinds)
     if numeric and not {"multipleOf", "enum", "const"} & schema.keys():

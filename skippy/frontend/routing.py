@@ -41,6 +41,7 @@ def caller_of_request() -> Caller:
         credentials=credentials(request),
         key=shown_key(),
         route=route(request),
+        address=request.remote_addr or "",
     )
 
 

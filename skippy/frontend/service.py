@@ -42,6 +42,7 @@ class Caller:
         credentials: what the request has shown.
         key: what that is to the server, where it asks for keys.
         route: the application's rule for what was asked.
+        address: where the connection comes from; "" where that is not known.
     """
 
     nursery: trio.Nursery
@@ -50,6 +51,12 @@ class Caller:
     credentials: str | None = attrs.field(default=None, repr=False)
     key: KeyId | None = None
     route: str = ""
+    address: str = ""
+
+    @property
+    def name(self) -> str:
+        """Tells clients apart: by their keys where the server asks for some, else by their addresses."""
+        return self.address if self.key is None else self.key.hex()
 
 
 class CompletionService:
@@ -226,6 +233,7 @@ class CompletionService:
             constraint=request.constraint,
             namespace=cache_namespace(caller.credentials, request.cache_key),
             request_id=caller.request_id,
+            client=caller.name,
         )
 
     async def answer(

@@ -24,7 +24,15 @@ _PACKAGE_PARENT: Final = str(Path(__file__).resolve().parents[2])
 
 
 class JobFailed(Exception):
-    """The job took too much time or memory, and its worker was killed."""
+    """The job took too much time or memory, and its worker was killed.
+
+    Attributes:
+        out_of_time: it has used up its processor time, as it would again. If not, the machine may be busy.
+    """
+
+    def __init__(self, text: str, *, out_of_time: bool) -> None:
+        super().__init__(text)
+        self.out_of_time = out_of_time
 
 
 class WorkerFailed(Exception):
@@ -35,6 +43,10 @@ class _WorkerLost(Exception):
     """The worker ended, or was killed, before it answered."""
 
 
+class _OutOfTime(_WorkerLost):
+    """It was its own processor time that ended it."""
+
+
 class Worker:
     """A process that starts with the first job and is kept; another one follows on one that had to be killed.
 
@@ -43,15 +55,23 @@ class Worker:
         arguments: of that module.
         cpu_secs: processor time of one job, which the module enforces; wall time is five times that.
         max_reply_bytes: of one answer.
+        opening: what the module is told first of all.
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, cpu_secs: float, max_reply_bytes: int
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        cpu_secs: float,
+        max_reply_bytes: int,
+        opening: dict[str, Any] | None = None,
     ) -> None:
         self._module = module
         self._arguments = arguments
         self._cpu_secs = cpu_secs
         self._max_reply_bytes = max_reply_bytes
+        self._opening = b"" if opening is None else pack_frame(opening)
         self._process: trio.Process | None = None
 
     @property
@@ -70,8 +90,9 @@ class Worker:
         try:
             try:
                 reply = await self._ask_twice(payload)
-            except (_WorkerLost, trio.TooSlowError):
-                raise JobFailed("it took too long or too much memory, and was stopped") from None
+            except (_WorkerLost, trio.TooSlowError) as exc:
+                text = "it took too long or too much memory, and was stopped"
+                raise JobFailed(text, out_of_time=isinstance(exc, _OutOfTime)) from None
             except (OSError, ValueError) as exc:
                 raise WorkerFailed(str(exc)) from exc
         except BaseException:
@@ -104,8 +125,11 @@ class Worker:
             return await self._ask(payload)
         except _WorkerLost:
             if await self.stop() == _OUT_OF_TIME:
-                raise
-        return await self._ask(payload)
+                raise _OutOfTime from None
+        try:
+            return await self._ask(payload)
+        except _WorkerLost:
+            raise (_OutOfTime if await self.stop() == _OUT_OF_TIME else _WorkerLost) from None
 
     async def _ask(self, payload: bytes) -> dict[str, Any]:
         if self._process is not None and self._process.poll() is not None:  # killed while it was idle
@@ -135,10 +159,13 @@ class Worker:
         )
         try:
             with trio.fail_after(START_SECS):
+                if self._opening:
+                    assert self._process.stdin is not None
+                    await self._process.stdin.send_all(self._opening)
                 await self._read(self._process)
         except trio.TooSlowError:
             raise OSError(f"not ready after {START_SECS:g} s") from None
-        except _WorkerLost:
+        except (_WorkerLost, trio.BrokenResourceError):
             raise OSError("it ended before it was ready") from None
         return self._process
 

@@ -12,7 +12,7 @@ from skippy.engine.grammar import Grammar, GrammarMismatch, GrammarVocabulary
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.gbnf import GbnfError, gbnf_to_lark
 
-VOCABULARY = GrammarVocabulary(ToyVocabulary())
+VOCABULARY = GrammarVocabulary.of(ToyVocabulary())
 
 
 def fits(grammar: Grammar, text: str) -> bool:

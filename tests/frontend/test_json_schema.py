@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 from bench.schema_cases import judge, random_schema
-from skippy.engine.grammar import Grammar, GrammarMismatch, GrammarVocabulary
+from skippy.engine.grammar import Grammar, GrammarMismatch, GrammarVocabulary, read_tokens
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.constraints import parse_constraint
 from skippy.frontend.errors import ApiError
 from skippy.frontend.fields import Fields
 from skippy.frontend.generation import Constraint
-from skippy.frontend.json_schema import MAX_DEPTH, literal, schema_rule
-from skippy.workers.grammar import check
+from skippy.frontend.json_schema import MAX_DEPTH, MAX_LENGTH, MAX_OPTIONAL, literal, schema_rule
+from skippy.workers.grammar import Checker
 
-VOCABULARY = GrammarVocabulary(ToyVocabulary())
-SPECIAL = [[256, "<s>"], [257, "</s>"], [258, "<|im_start|>"], [259, "<|im_end|>"]]
+VOCABULARY = GrammarVocabulary.of(ToyVocabulary())
+CHECKER = Checker(read_tokens(ToyVocabulary()))
 
 
 def compiled(schema: Any) -> Grammar:
     grammar = f"start: {schema_rule(schema, 'schema')}"
-    assert check({"grammar": grammar, "size": 260, "special": SPECIAL}) == {}
+    assert CHECKER.answer({"grammar": grammar}) == {}
     return VOCABULARY.compile(grammar, 0)
 
 
@@ -123,6 +123,20 @@ def nested(depth: int) -> Any:
     return schema
 
 
+def optional(count: int, *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {} for n in range(count)}, "required": list(required)}
+
+
+def test_the_bounds_of_what_is_named() -> None:
+    """What is just within them can be used; a required property in between begins a new row."""
+    between = optional(2 * MAX_OPTIONAL + 1, f"p{MAX_OPTIONAL}")
+    lengths = {"type": "string", "minLength": 2.0, "maxLength": MAX_LENGTH}
+    for schema in (optional(MAX_OPTIONAL), between, lengths, {"type": "array", "maxItems": MAX_LENGTH}):
+        compiled(schema).allowed([])
+    with pytest.raises(ApiError, match=r"^s\.maxLength is 1000000000000000000; .* from 0 to 2147483647$"):
+        schema_rule({"maxLength": 10**18}, "s")
+
+
 @pytest.mark.parametrize(
     ("schema", "param"),
     [
@@ -140,6 +154,16 @@ def nested(depth: int) -> Any:
         ({"items": 5}, "s.items"),
         ([], "s"),
         ("x", "s"),
+        ({"type": "string", "maxLength": 10**18}, "s.maxLength"),
+        ({"type": "string", "minLength": 2**31}, "s.minLength"),
+        ({"type": "array", "maxItems": 10**400}, "s.maxItems"),
+        ({"type": "array", "minItems": -1}, "s.minItems"),
+        ({"items": {"maxProperties": 1.5}}, "s.items.maxProperties"),
+        ({"minProperties": True}, "s.minProperties"),
+        ({"maxLength": "5"}, "s.maxLength"),
+        (optional(1900), "s.properties"),
+        (optional(MAX_OPTIONAL + 1), "s.properties"),
+        ({"anyOf": [optional(MAX_OPTIONAL + 2, "p0")]}, "s.anyOf[0].properties"),
         (nested(MAX_DEPTH), "s" + ".items" * MAX_DEPTH),
         ({"anyOf": [{}] * 2001}, "s"),
         ({"description": "x" * 70_000}, "s"),
@@ -172,7 +196,7 @@ def test_what_cannot_be_enforced_is_named(schema: Any, param: str) -> None:
 )
 def test_what_has_no_grammar_is_explained(schema: Any, reason: str) -> None:
     grammar = f"start: {schema_rule(schema, 's')}"
-    error = check({"grammar": grammar, "size": 260, "special": SPECIAL}).get("error", "")
+    error = CHECKER.answer({"grammar": grammar}).get("error", "")
     assert error
     assert reason in error
     assert len(error) < 400

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -15,7 +16,7 @@ import trio.testing
 
 from skippy.config import KvCacheConfig
 from skippy.engine import Segment
-from skippy.engine.grammar import GrammarVocabulary
+from skippy.engine.grammar import GrammarFailed, GrammarVocabulary, read_tokens
 from skippy.engine.toy import ToyEngine
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.constraints import check_constraint
@@ -23,7 +24,9 @@ from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import Constraint, GenerationRequest, InvalidGrammar, TooManyRequests
 from skippy.protocol import MessageKind, SamplingConfig
 from skippy.stage import GenerationSettings, SettingsRefused
-from skippy.stage.grammars import MAX_WAITING, Grammars
+from skippy.stage.grammars import MAX_WAITING, MAX_WAITING_EACH, Grammars
+from skippy.workers.grammar import Checker
+from skippy.workers.parent import JobFailed, Worker
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_replay import PORTS, lossy_chain, once
 from tests.support.cluster import LAYERS, toy_cluster
@@ -46,7 +49,7 @@ def unsplit_held(grammar: str, sampling: SamplingConfig | None, count: int) -> l
     """What the whole model draws out of what the grammar allows, up to the end."""
     engine, place = (
         ToyEngine(0, LAYERS, LAYERS),
-        GrammarVocabulary(ToyVocabulary()).compile(grammar, len(PROMPT)),
+        GrammarVocabulary.of(ToyVocabulary()).compile(grammar, len(PROMPT)),
     )
     sampler = engine.new_sampler(sampling)
     engine.decode([Segment(0, 0, len(PROMPT) - 1, tokens=PROMPT[:-1])])
@@ -268,17 +271,107 @@ async def test_the_process_that_compiles_is_kept_and_replaced_and_ended() -> Non
 async def test_grammars_that_wait_are_bounded() -> None:
     grammars = Grammars(ToyVocabulary())
     await grammars.check('start: "known"')
-    async with trio.open_nursery() as nursery:
-        await grammars._asking.acquire()
-        for number in range(MAX_WAITING):
-            nursery.start_soon(grammars.check, f'start: "{number}"')
+    async with trio.open_nursery() as nursery, grammars._turns.turn("first"):
+        for number in range(MAX_WAITING_EACH):
+            nursery.start_soon(grammars.check, f'start: "{number}"', "first")
         await trio.testing.wait_all_tasks_blocked()
-        await grammars.check('start: "known"')
-        with pytest.raises(TooManyRequests, match="64 grammars wait") as caught:
-            await check_constraint(Constraint('start: "more"', "grammar"), grammars)
+        with pytest.raises(TooManyRequests, match="16 of yours wait for a grammar to be compiled"):
+            await check_constraint(Constraint('start: "more"', "grammar"), grammars, "first")
+        for number in range(MAX_WAITING_EACH, MAX_WAITING):
+            nursery.start_soon(grammars.check, f'start: "{number}"', f"other {number}")
+        await trio.testing.wait_all_tasks_blocked()
+        await grammars.check('start: "known"', "first")
+        with pytest.raises(TooManyRequests, match="64 wait for a grammar to be compiled") as caught:
+            await check_constraint(Constraint('start: "more"', "grammar"), grammars, "last")
         assert caught.value.status == 429
         nursery.cancel_scope.cancel()
     await grammars.close()
+
+
+async def test_a_client_with_many_grammars_holds_up_no_other() -> None:
+    """Those of one client wait for each other; another one's is next."""
+    grammars = Grammars(ToyVocabulary(), threads=False)
+    order = []
+
+    async def check(name: str, client: str) -> None:
+        await grammars.check(f'start: "{name}"', client)
+        order.append(name)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery, grammars._turns.turn("hog"):
+            for name, client in (("a1", "hog"), ("a2", "hog"), ("a3", "hog"), ("b1", "b"), ("c1", "c")):
+                nursery.start_soon(check, name, client)
+                await trio.testing.wait_all_tasks_blocked()
+            with trio.CancelScope() as gone:
+                gone.cancel()  # whoever leaves is out of the queue
+                await check("d1", "d")
+    assert order == ["a1", "b1", "c1", "a2", "a3"]
+
+
+# Each of many rules can end wherever another one begins.
+AMBIGUOUS = "".join(
+    [
+        "ambiguous: " + " | ".join(f"r{n} ambiguous" for n in range(150)) + ' | "x"\n',
+        *(f"r{n}: /[a-zA-Z ]/ r{n}?\n" for n in range(150)),
+    ]
+)
+
+
+async def test_what_takes_too_long_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor time that ends a test is remembered as an answer; a busy machine's is not."""
+    grammars = Grammars(ToyVocabulary())
+    asked: list[bool] = []
+
+    async def ask(worker: Worker, job: dict[str, Any]) -> dict[str, Any]:
+        asked.append(len(asked) != 0)
+        raise JobFailed("it took too long", out_of_time=asked[-1])
+
+    monkeypatch.setattr(Worker, "ask", ask)
+    for _ in range(4):
+        with pytest.raises(SettingsRefused, match="grammar: compiling it failed: it took too long"):
+            await grammars.check(WORDS)
+    assert asked == [False, True]
+    await grammars.close()
+
+
+def test_an_ambiguous_grammar_is_refused() -> None:
+    error = Checker(read_tokens(Words())).answer({"grammar": f"start: ambiguous\n{AMBIGUOUS}"})["error"]
+    assert re.search("too complex|too ambiguous", error)
+
+
+class Words(ToyVocabulary):
+    """One with many tokens of several letters, as models have."""
+
+    LETTERS = "abcdefghij"
+    WORDS: ClassVar[list[bytes]] = ["".join(word).encode() for word in itertools.product(LETTERS, repeat=4)]
+
+    @property
+    def size(self) -> int:
+        return super().size + len(self.WORDS)
+
+    def piece(self, token: int) -> bytes:
+        first = super().size
+        return super().piece(token) if token < first else self.WORDS[token - first]
+
+
+async def test_a_grammar_that_turns_out_to_be_slow_fails_alone_and_is_remembered() -> None:
+    """Its test draws too little to find that out: the engine's thread does not wait for it."""
+    grammars = Grammars(Words(), threads=False)
+    hidden = f"start: /[0-9]{{20}}/ ambiguous\n{AMBIGUOUS}"
+    prefix = list(b"0" * 20)
+    with trio.fail_after(30):
+        bad, good = await grammars.open(hidden, 0), await grammars.open(WORDS, 0)
+        assert bad.allowed(prefix[:5])[ord("7")]
+        for _ in range(2):
+            with pytest.raises(GrammarFailed, match="too complex, or too ambiguous: .* more than 50 ms"):
+                bad.allowed(prefix)
+        bad.rewind(3)
+        assert good.allowed([])[ord("a")]
+        for _ in range(2):
+            with pytest.raises(SettingsRefused, match="too ambiguous"):
+                await grammars.check(hidden)
+        await grammars.check(WORDS)
+        await grammars.close()
 
 
 async def test_a_plain_peer_cannot_hold_an_answer_to_a_grammar() -> None:

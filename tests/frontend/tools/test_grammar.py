@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 
 import pytest
 
-from skippy.engine.grammar import GrammarVocabulary
+from skippy.engine.grammar import GrammarVocabulary, read_tokens
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.json_schema import schema_rule
 from skippy.frontend.tools import THINK, AnswerReading, ReasoningTags, ToolFormat, collect, marks
 from skippy.frontend.tools.grammar import CallRules, answer_grammar
-from skippy.workers.grammar import check
+from skippy.workers.grammar import Checker
 
 from . import templates
 
@@ -63,10 +64,15 @@ def split(vocabulary: Vocabulary, text: str) -> list[int]:
     return tokens
 
 
+@functools.cache
+def compiler_of(vocabulary: Vocabulary) -> GrammarVocabulary:
+    return GrammarVocabulary.of(vocabulary)
+
+
 def fits(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
     """Whether ``text`` is a whole answer by the grammar."""
     history: list[int] = []
-    matcher = GrammarVocabulary(vocabulary).compile(grammar, 0)
+    matcher = compiler_of(vocabulary).compile(grammar, 0)
     for token in split(vocabulary, text):
         if not matcher.allowed(history)[token]:
             return False
@@ -166,6 +172,7 @@ def test_calls(
 ) -> None:
     vocabulary = Vocabulary(marks(tools, THINK) if controls else ())
     tokens = {word: 300 + number for number, word in enumerate(vocabulary.special)}
+    checker = Checker(read_tokens(vocabulary))
     for required, parallel in itertools.product((False, True), (False, True)):
         rules = CallRules(
             format=tools,
@@ -176,8 +183,7 @@ def test_calls(
             prompt_end=">>>",
         )
         grammar = answer_grammar(rules, None, reasoning=None, thinks=False, tokens=tokens)
-        special = {token: word for word, token in tokens.items()} | {256: "<s>"}
-        assert check({"grammar": grammar, "size": vocabulary.size, "special": list(special.items())}) == {}
+        assert checker.answer({"grammar": grammar}) == {}
 
         def allows(text: str, grammar: str = grammar) -> bool:
             return fits(vocabulary, grammar, text)
