@@ -7,10 +7,12 @@ import uuid
 from typing import Any, Final, cast
 
 import trio
-from quart import g
+from quart import current_app, g
 from quart.asgi import ASGIHTTPConnection
 from quart.wrappers import Request, Websocket
 from quart_trio.asgi import TrioASGIHTTPConnection
+from werkzeug.exceptions import MethodNotAllowed
+from werkzeug.routing import Rule
 
 from .direct import EXTENSION, DirectBody
 from .errors import ApiError
@@ -88,7 +90,13 @@ def request_id(request: Request | Websocket) -> str:
 
 def route(request: Request | Websocket) -> str:
     """The rule of the application that the request's path fits; "" where there is none."""
-    return "" if request.url_rule is None else request.url_rule.rule
+    rule: Rule | None = request.url_rule
+    error = request.routing_exception
+    if isinstance(error, MethodNotAllowed) and error.valid_methods:
+        adapter = current_app.create_url_adapter(request)
+        if adapter is not None:
+            rule, _ = adapter.match(None, next(iter(error.valid_methods)), return_rule=True)
+    return "" if rule is None else rule.rule
 
 
 def set_key(key: bytes | None) -> None:

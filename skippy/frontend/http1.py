@@ -6,14 +6,19 @@ but for a WebSocket where there is one.
 
 from __future__ import annotations
 
+import re
 import sys
 import uuid
+from collections import Counter
+from dataclasses import replace
 from typing import Final, Protocol
 
 import h11
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol import ProtocolWrapper
+from hypercorn.protocol.events import Event as StreamEvent, Response
 from hypercorn.protocol.h11 import H11Protocol, H11WSConnection
+from hypercorn.protocol.ws_stream import Handshake
 
 from .direct import OfferingApp
 from .errors import ApiError
@@ -23,6 +28,9 @@ from .responses import dump
 
 # With which every response of h11's begins.
 _BEGINNING: Final = b"HTTP/1.1 "
+# What decides who is served must not have a second meaning for a proxy in between.
+_SINGLE: Final = (b"origin", b"authorization", b"api-key", b"x-api-key", b"content-type", b"x-request-id")
+_ABSOLUTE: Final = re.compile(rb"[a-z][a-z0-9+.-]*://([^/?#]*)([/?].*)?", re.IGNORECASE)
 
 
 class ClientStream(Protocol):
@@ -36,10 +44,10 @@ class ClientStream(Protocol):
 
 
 class _Connection(h11.Connection):
-    """Looks at nothing behind a request that was to be the last, as RFC 9112 §9.6 asks.
+    """Refuses requests that could be read in two ways, which h11 takes.
 
-    h11 takes that for an error, to which the answer to the request would be lost: ``echo`` ends what it sends
-    with a line feed.
+    Looks at nothing behind a request that was to be the last, as RFC 9112 §9.6 asks. h11 takes that for an
+    error, to which the answer to the request would be lost: ``echo`` ends what it sends with a line feed.
     """
 
     def receive_data(self, data: bytes) -> None:
@@ -47,7 +55,43 @@ class _Connection(h11.Connection):
             super().receive_data(data)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        return h11.NEED_DATA if self.their_state is h11.MUST_CLOSE else super().next_event()
+        if self.their_state is h11.MUST_CLOSE:
+            return h11.NEED_DATA
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            _check(event)
+        return event
+
+
+def _check(request: h11.Request) -> None:
+    """Raises h11.RemoteProtocolError."""
+    counts = Counter(name for name, _ in request.headers)
+    if counts[b"content-length"] and counts[b"transfer-encoding"]:
+        # RFC 9112 §6.3: an attempt at request smuggling, perhaps.
+        raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding are given")
+    for name in _SINGLE:
+        if counts[name] > 1:
+            raise h11.RemoteProtocolError(f"the header {name.decode()} is given more than once")
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """A request whose target names the server, as for a proxy: that name counts, whatever Host says.
+
+    Source: RFC 9112 §3.2.2.
+    """
+    match = _ABSOLUTE.fullmatch(request.target)
+    if match is None:
+        return request
+    path = match[2] or b"/"
+    return h11.Request(
+        method=request.method,
+        target=path if path.startswith(b"/") else b"/" + path,
+        headers=[
+            (name, match[1] if name.lower() == b"host" else value)
+            for name, value in request.headers.raw_items()
+        ],
+        http_version=request.http_version,
+    )
 
 
 class EnvelopeProtocol(H11Protocol):
@@ -92,12 +136,22 @@ class EnvelopeProtocol(H11Protocol):
             event = Closed()  # no direction of a WebSocket ends by itself
         await super().handle(event)
 
+    async def stream_send(self, event: StreamEvent) -> None:
+        # Hypercorn answers some handshakes itself, and what the application could not.
+        if isinstance(event, Response) and all(name.lower() != b"x-request-id" for name, _ in event.headers):
+            event = replace(event, headers=[*event.headers, *_own_headers()])
+        await super().stream_send(event)
+
     async def _create_stream(self, request: h11.Request) -> None:
+        request = _in_origin_form(request)
         # Compressed messages may be much larger than they look.
         ignored = [b"sec-websocket-extensions"]
-        # Handshakes are read as ASCII; with other headers it is a plain request, which is refused.
+        # Handshakes are read as ASCII. What is none is a plain request, which is refused.
         readable = all(value.isascii() for _, value in request.headers)
-        if not readable or request.target.partition(b"?")[0] != LIVE_PATH.encode():
+        version = request.http_version.decode()
+        offers = any(name == b"upgrade" for name, _ in request.headers)
+        valid = readable and offers and Handshake(list(request.headers), version).is_valid()
+        if not valid or request.target.partition(b"?")[0] != LIVE_PATH.encode():
             ignored.append(b"upgrade")
         items = request.headers.raw_items()
         headers = [(name, value) for name, value in items if name.lower() not in ignored]
@@ -117,13 +171,18 @@ class EnvelopeProtocol(H11Protocol):
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
-            (b"x-request-id", str(uuid.uuid4()).encode()),
-            *((name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items()),
+            *_own_headers(),
             *self.config.response_headers("h11"),
         ]
         await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
+
+
+def _own_headers() -> list[tuple[bytes, bytes]]:
+    """What is on every response."""
+    security = [(name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+    return [(b"x-request-id", str(uuid.uuid4()).encode()), *security]
 
 
 class _DirectConnection:

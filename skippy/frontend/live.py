@@ -15,7 +15,7 @@ from quart.wrappers import Websocket
 from quart_trio import QuartTrio
 
 from .access import AccessPolicy
-from .connection import credentials
+from .connection import credentials, request_id
 from .errors import ApiError
 from .responses import dump
 from .status import ChainStatus
@@ -149,7 +149,9 @@ def add_live_route(app: QuartTrio, feed: LiveFeed, policy: AccessPolicy) -> None
             offered = websocket.requested_subprotocols
             if offered and PROTOCOL not in offered:
                 raise ApiError(f"the WebSocket's subprotocol is {PROTOCOL}")
-            await websocket.accept(subprotocol=PROTOCOL if offered else None)
+            await websocket.accept(
+                headers={"x-request-id": request_id(websocket)}, subprotocol=PROTOCOL if offered else None
+            )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(refuse_messages, nursery.cancel_scope)
                 async for snapshot in snapshots:

@@ -39,6 +39,13 @@ _POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
         (b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, "not valid HTTP/1.1"),
         (_POST + b"content-length: -1\r\n\r\n", 400, "Content-Length"),
         (_POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", 400, "Content-Length"),
+        (
+            _POST + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+            400,
+            "both Content-Length and Transfer-Encoding",
+        ),
+        (_POST + b"origin: http://localhost\r\nOrigin: http://evil.example\r\n\r\n", 400, "origin is given"),
+        (_POST + b"authorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n", 400, "authorization is"),
         (_POST + b"transfer-encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
         (_POST + b"transfer-encoding: chunked\r\n\r\nZZ\r\n", 400, "chunk"),
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000, 431, "larger than"),
@@ -87,3 +94,45 @@ async def test_http2_without_tls_is_refused() -> None:
     line, _, body = await exchange(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     assert not line.startswith(b"HTTP/1.1 2")
     assert b'"error"' in body
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost", 200),
+        ("HTTP://127.0.0.1:80", 200),
+        ("http://evil.example", 403),
+        ("ftp://localhost@evil.example", 403),
+    ],
+)
+async def test_a_target_that_names_the_server_counts_as_its_host(target: str, status: int) -> None:
+    sent = f"GET {target}/health?x=1 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    line, _, body = await exchange(sent.encode())
+    assert line.startswith(f"HTTP/1.1 {status} ".encode())
+    assert status != 403 or json.loads(body)["error"]["code"] == "host_not_allowed"
+
+
+_OFFER = b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+_KEY = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+@pytest.mark.parametrize(
+    "offer", [_KEY + b"sec-websocket-version: 12\r\n", b"sec-websocket-version: 13\r\n", _KEY]
+)
+async def test_a_handshake_that_is_none_is_a_plain_request(offer: bytes) -> None:
+    line, headers, body = await exchange(_OFFER + b"connection: close\r\n" + offer + b"\r\n")
+    assert line.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"]
+    assert b"x-request-id: " in headers
+
+
+async def test_a_websocket_has_a_request_id() -> None:
+    async with client(ScriptedGenerator(say("x"))) as http:
+        stream = await trio.open_tcp_stream(http.base_url.host, http.base_url.port or 0)
+        async with stream:
+            await stream.send_all(_OFFER + _KEY + b"sec-websocket-version: 13\r\n\r\n")
+            head = bytearray()
+            while b"\r\n\r\n" not in head:
+                head += await stream.receive_some()
+    assert head.startswith(b"HTTP/1.1 101 ")
+    assert head.lower().count(b"x-request-id: ") == 1

@@ -264,10 +264,15 @@ async def test_labels_do_not_grow_with_what_is_asked() -> None:
     async with client(ScriptedGenerator(say("x"))) as http:
         for path in ("/v1/models/a", "/v1/models/b", "/nowhere/a", "/nowhere/b"):
             assert (await http.get(path)).status_code == 404
+        for method, path in (("PUT", "/v1/models/a"), ("GET", "/v1/requests/a"), ("GET", "/v1/completions")):
+            assert (await http.request(method, path)).status_code == 405
         metrics = await scrape(http)
     responses = {name: value for name, value in metrics.items() if name.startswith("skippy_http")}
     assert {name: value for name, value in responses.items() if "_created" not in name} == {
         "skippy_http_responses_total[/v1/models/<path:model_id>][404]": 2,
+        "skippy_http_responses_total[/v1/models/<path:model_id>][405]": 1,
+        "skippy_http_responses_total[/v1/requests/<request_id>][405]": 1,
+        "skippy_http_responses_total[/v1/completions][405]": 1,
         "skippy_http_responses_total[][404]": 2,
     }
 
