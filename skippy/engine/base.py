@@ -44,8 +44,10 @@ class EngineInfo:
         layer_count: layers of the whole model.
         input_width: f32 values per token at the input boundary; 0 where token ids enter (layer_start 0).
         output_width: f32 values per token at the output boundary; 0 on the last stage.
+        takes_tokens: a later stage that reads token ids beside the activation.
         hidden_size: the model's embedding length.
-        vocab_size: rows of the logits on the last stage; on stage 0 the tokenizer's size; else 0.
+        vocab_size: rows of the logits on the last stage; on stage 0, and where token ids are taken, the
+            tokenizer's size; else 0.
         context_length: positions one sequence may hold.
         max_batch: rows one ``decode`` may carry.
         max_sequences: native sequences, ids ``0 … max_sequences-1``.
@@ -75,6 +77,7 @@ class EngineInfo:
     context_length: int
     max_batch: int
     max_sequences: int
+    takes_tokens: bool = False
     can_trim: bool = True
     can_trim_state: bool = True
     can_copy: bool = True
@@ -100,7 +103,7 @@ class EngineInfo:
 class Segment:
     """Consecutive rows of one sequence in a batch.
 
-    Exactly one of ``tokens`` (first stage) and ``activation`` (later stages) is given.
+    ``tokens`` is given on a first stage, ``activation`` on later ones; both where it ``takes_tokens``.
 
     Attributes:
         sequence: native sequence id.

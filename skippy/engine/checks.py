@@ -94,7 +94,7 @@ def check_batch(
         segments, output: the arguments of ``decode``.
 
     Returns:
-        One int32 token array per segment (first stage), else None per segment.
+        One int32 token array per segment where token ids are taken, else None per segment.
 
     Raises:
         ValueError, ContextFullError: as :meth:`StageEngine.decode` promises.
@@ -153,26 +153,29 @@ def _check_segment(info: EngineInfo, length: int, segment: Segment) -> TokenArra
         raise ValueError(f"{segment.logits} rows of logits asked of {segment.count} rows")
     if segment.logits and not info.is_last:
         raise ValueError("logits asked of a stage that is not the last")
-    if (segment.tokens is None) == (segment.activation is None):
-        raise ValueError("exactly one of tokens and activation must be given")
-    if info.is_first != (segment.tokens is not None):
+    takes = (info.is_first or info.takes_tokens, not info.is_first)
+    if takes != (segment.tokens is not None, segment.activation is not None):
         raise ValueError(f"a stage at layer {info.layer_start} takes " + _input_name(info))
+    tokens = None
     if segment.tokens is not None:
         if len(segment.tokens) != segment.count:
             raise ValueError(f"{len(segment.tokens)} tokens for {segment.count} rows")
-        return token_array(segment.tokens, info.vocab_size)
-    assert segment.activation is not None
+        tokens = token_array(segment.tokens, info.vocab_size)
+    if segment.activation is None:
+        return tokens
     expected = segment.count * info.input_width * 4
     if segment.activation.nbytes != expected or not segment.activation.c_contiguous:
         raise ValueError(
             f"activation of {segment.activation.nbytes} bytes, expected {expected} contiguous "
             f"({segment.count} rows of {info.input_width} f32)"
         )
-    return None
+    return tokens
 
 
 def _input_name(info: EngineInfo) -> str:
-    return "token ids" if info.is_first else "activations"
+    if info.is_first:
+        return "token ids alone"
+    return "activations and token ids" if info.takes_tokens else "activations alone"
 
 
 def _check_output(info: EngineInfo, rows: int, output: memoryview | None) -> None:

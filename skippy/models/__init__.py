@@ -3,10 +3,12 @@
 Never here: trio, llama.cpp, anything that computes.
 """
 
+from skippy.models.boundary import BoundaryPart
 from skippy.models.cache import default_cache_dir, ensure_slice, header_path, weights_sha256
 from skippy.models.checkpoint import Quantiser, Recipe, is_checkpoint
 from skippy.models.errors import (
     CheckpointError,
+    CutError,
     GGUFError,
     LayerRangeError,
     ModelError,
@@ -23,7 +25,9 @@ from skippy.models.slicer import Progress, file_sha256, write_slice
 __all__ = [
     "FAMILIES",
     "RULES_VERSION",
+    "BoundaryPart",
     "CheckpointError",
+    "CutError",
     "Family",
     "GGUFError",
     "GGUFHeader",

@@ -64,5 +64,16 @@ class UnsupportedArchitectureError(ModelError):
         self.needed = needed
 
 
+class CutError(UnsupportedArchitectureError):
+    """The architecture can be cut, but not there."""
+
+    def __init__(self, architecture: str, needed: str) -> None:
+        ModelError.__init__(
+            self, f"models of architecture {show(architecture)} cannot be cut there: {needed}"
+        )
+        self.architecture = architecture
+        self.needed = needed
+
+
 class SliceWriteError(ModelError):
     """A slice or cache entry could not be written (disk full, no permission, …); nothing partial stays."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import attrs
 
+from skippy.models.boundary import BoundaryPart, format_parts, parse_parts, total_width
 from skippy.models.errors import GGUFError, UnsupportedArchitectureError, show
 from skippy.models.families import family_of
 from skippy.models.gguf import GGUFHeader, LazyArray
@@ -81,11 +82,15 @@ class SliceInfo:
         architecture: ``general.architecture``.
         layer_start, layer_end: real layers ``[start, end)`` in the whole model's numbering.
         layer_count: layers of the whole model.
-        spare_layers: all-zero layers behind the real ones, never to be computed.
+        front_layers, spare_layers: all-zero layers before the real ones, and behind them, the latter never to
+            be computed.
         hidden_size: f32 values per row at a boundary.
         context_length: positions the model was trained for; 0 when the file does not say.
         vocab_size: tokens of the whole model, also for slices without a vocabulary.
-        boundary_node: graph node of the output boundary, numbered as in this file; None on a last slice.
+        inputs: graph nodes that the input boundary overwrites, numbered as in this file; empty where tokens
+            enter, or the boundary is fed as embeddings.
+        outputs: graph nodes of the output boundary; empty on a last slice.
+        takes_tokens: a later slice that reads token ids beside the boundary.
         tied: the whole model's head shares the token embedding's weights.
         source_sha256: hash of the file a slice was cut from; None for a whole model.
         file_bytes: the file's length; a sparse file takes less on disk.
@@ -96,11 +101,14 @@ class SliceInfo:
     layer_start: int
     layer_end: int
     layer_count: int
+    front_layers: int
     spare_layers: int
     hidden_size: int
     context_length: int
     vocab_size: int
-    boundary_node: str | None
+    inputs: tuple[BoundaryPart, ...]
+    outputs: tuple[BoundaryPart, ...]
+    takes_tokens: bool
     tied: bool
     source_sha256: str | None
     file_bytes: int
@@ -109,6 +117,21 @@ class SliceInfo:
     def own_layers(self) -> int:
         """Real layers in the file."""
         return self.layer_end - self.layer_start
+
+    @property
+    def file_layers(self) -> int:
+        """Layers in the file, spare ones included."""
+        return self.front_layers + self.own_layers + self.spare_layers
+
+    @property
+    def input_width(self) -> int:
+        """f32 values per row at the input boundary; 0 where tokens enter."""
+        return 0 if self.is_first else total_width(self.inputs) or self.hidden_size
+
+    @property
+    def output_width(self) -> int:
+        """f32 values per row at the output boundary; 0 on a last slice."""
+        return total_width(self.outputs)
 
     @property
     def is_first(self) -> bool:
@@ -137,26 +160,31 @@ class SliceInfo:
         refuse_shards(header)
         architecture = header.text("general.architecture")
         count = layer_count(header)
-        start, end, total, spare, sha256 = 0, count, count, 0, None
-        vocab, tied, boundary = vocabulary_size(header), is_tied(header), ""
+        start, end, total, front, spare, sha256 = 0, count, count, 0, 0, None
+        vocab, tied, takes_tokens = vocabulary_size(header), is_tied(header), False
+        inputs: tuple[BoundaryPart, ...] = ()
+        outputs: tuple[BoundaryPart, ...] = ()
         if is_slice(header):
-            start, end, total, spare = (
+            start, end, total, front, spare = (
                 header.count(SLICE_PREFIX + key)
-                for key in ("layer_start", "layer_end", "layer_count", "spare_layers")
+                for key in ("layer_start", "layer_end", "layer_count", "front_layers", "spare_layers")
             )
             vocab = header.count(SLICE_PREFIX + "vocab_size")
             tied = bool(header.value(SLICE_PREFIX + "tied"))
-            boundary = header.text(SLICE_PREFIX + "boundary")
+            takes_tokens = bool(header.value(SLICE_PREFIX + "takes_tokens"))
+            inputs, outputs = (_parts(header, SLICE_PREFIX + key) for key in ("input", "boundary"))
             sha256 = header.text(SLICE_PREFIX + "source_sha256")
             if (
                 not 0 <= start < end <= total
-                or end - start + spare != count
-                or (end == total) != (not boundary)
+                or front + end - start + spare != count
+                or (end == total) != (not outputs)
+                or (start == 0 and (inputs or takes_tokens))
             ):
                 raise GGUFError(
                     header.path,
-                    f"damaged: says it is a slice {start}:{end} of {total} layers with {spare} spare layers "
-                    f"and boundary {show(boundary)}, but has {count} layers",
+                    f"damaged: says it is a slice {start}:{end} of {total} layers with {front} spare layers "
+                    f"in front, {spare} behind and boundary {show(format_parts(outputs))}, "
+                    f"but has {count} layers",
                 )
         return cls(
             path=header.path,
@@ -164,15 +192,25 @@ class SliceInfo:
             layer_start=start,
             layer_end=end,
             layer_count=total,
+            front_layers=front,
             spare_layers=spare,
             hidden_size=hidden_size(header),
             context_length=header.count(f"{architecture}.context_length", 0),
             vocab_size=vocab,
-            boundary_node=boundary or None,
+            inputs=inputs,
+            outputs=outputs,
+            takes_tokens=takes_tokens,
             tied=tied,
             source_sha256=sha256,
             file_bytes=header.file_size,
         )
+
+
+def _parts(header: GGUFHeader, key: str) -> tuple[BoundaryPart, ...]:
+    try:
+        return parse_parts(header.text(key))
+    except ValueError as error:
+        raise GGUFError(header.path, f"damaged: {key}: {error}") from error
 
 
 def is_slice(header: GGUFHeader) -> bool:

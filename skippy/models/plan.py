@@ -2,12 +2,11 @@
 
 The general rules, the same for every family:
 
-* The slice's layers are renumbered from 0; ``block_count`` follows; arrays with one entry per layer are cut
-  alike.
-* A slice that is not the last gets one spare layer behind its own: same shapes, all zero, a hole in the file.
-  The boundary is read in front of it and it is never computed; thanks to it no row needs an output flag.
+* The slice's layers are renumbered from 0, with spare ones around them (:mod:`skippy.models.layers`): same
+  shapes as a layer of the model, all zero, holes in the file.
+* The metadata follows (:mod:`skippy.models.metadata`).
 * The first slice has the embedding and no head (a hole where llama.cpp insists on one), the last has norm and
-  head (and an embedding, real if tied, else a hole), those between have no vocabulary and one embedding row.
+  head (and an embedding, real if tied, else a hole), those between have no vocabulary.
 """
 
 from __future__ import annotations
@@ -16,19 +15,13 @@ import struct
 
 import attrs
 
-from skippy.models.errors import GGUFError, LayerRangeError
+from skippy.models.boundary import MOST_PARTS, MOST_VALUES, BoundaryPart, format_parts, total_width
+from skippy.models.errors import CutError, GGUFError, LayerRangeError
 from skippy.models.families import Family, family_of
-from skippy.models.gguf import (
-    SCALARS,
-    GGUFHeader,
-    LazyArray,
-    Metadata,
-    Scalar,
-    TensorInfo,
-    ValueType,
-)
+from skippy.models.gguf import GGUFHeader, Scalar, TensorInfo
 from skippy.models.info import (
     SLICE_PREFIX,
+    hidden_size,
     is_slice,
     is_tied,
     layer_count,
@@ -36,13 +29,12 @@ from skippy.models.info import (
     split_layer_name,
     vocabulary_size,
 )
+from skippy.models.layers import Picks, check_cut, entry_node, pick_layers
+from skippy.models.metadata import Entry, entry, lookup_layers, plan_metadata, text_bytes
 from skippy.models.tensor_types import tensor_bytes
 
-RULES_VERSION = 1
+RULES_VERSION = 2
 """Raised whenever the same range of the same file would give another slice."""
-
-# Arrays under the architecture's prefix that may be as long as the layer list without being per layer.
-_NOT_PER_LAYER = ("rope.dimension_sections", "classifier.output_labels")
 
 
 @attrs.frozen(slots=True)
@@ -63,8 +55,9 @@ class SlicePlan:
     Attributes:
         header: of the source.
         layer_start, layer_end, layer_count: as in :class:`~skippy.models.SliceInfo`.
-        spare_layers: all-zero layers behind the real ones.
-        boundary_node: node of the output boundary, None for a last slice.
+        picks: its layers, spare ones included.
+        inputs: nodes that the input boundary overwrites; empty where it is fed as embeddings, or tokens are.
+        outputs: nodes of the output boundary; empty for a last slice.
         metadata: entries, either the source's own (copied byte for byte) or encoded anew.
         tensors: in file order.
     """
@@ -73,9 +66,10 @@ class SlicePlan:
     layer_start: int
     layer_end: int
     layer_count: int
-    spare_layers: int
-    boundary_node: str | None
-    metadata: tuple[Metadata | bytes, ...]
+    picks: Picks
+    inputs: tuple[BoundaryPart, ...]
+    outputs: tuple[BoundaryPart, ...]
+    metadata: tuple[Entry, ...]
     tensors: tuple[PlannedTensor, ...]
 
     def padded(self, size: int) -> int:
@@ -106,7 +100,7 @@ class SlicePlan:
         """The encoded list of tensors, with offsets from the start of the data."""
         out, offset = bytearray(), 0
         for tensor in self.tensors:
-            out += _text(tensor.name) + struct.pack("<I", len(tensor.dims))
+            out += text_bytes(tensor.name) + struct.pack("<I", len(tensor.dims))
             out += struct.pack(f"<{len(tensor.dims)}QIQ", *tensor.dims, tensor.type, offset)
             offset += self.padded(tensor.nbytes)
         return bytes(out)
@@ -125,30 +119,45 @@ def plan_slice(header: GGUFHeader, layer_start: int, layer_end: int, *, source_s
     refuse_shards(header)
     count = layer_count(header)
     check_range(header, layer_start, layer_end)
-    last = layer_end == count
-    family = None if layer_start == 0 and last else family_of(header)
-    boundary = None if last or family is None else family.boundary.format(layer_end - layer_start - 1)
-    spare = 0 if last else 1
-    picks = (*range(layer_start, layer_end), *[layer_end - 1] * spare)
+    if layer_end - layer_start == count:
+        picks = Picks((), tuple(range(count)), ())
+        inputs: tuple[BoundaryPart, ...] = ()
+        outputs: tuple[BoundaryPart, ...] = ()
+        metadata: tuple[Entry, ...] = tuple(header.metadata.values())
+        tensors = tuple(_copied(tensor, tensor.name) for tensor in header.tensors.values())
+        tokens = False
+    else:
+        family = family_of(header)
+        for cut in {layer_start, layer_end} - {0, count}:
+            check_cut(header, family, cut)
+        picks = pick_layers(header, family, layer_start, layer_end, count)
+        inputs, outputs = _boundaries(header, family, picks, layer_end == count)
+        metadata = plan_metadata(header, family, picks, layer_start, count, last=layer_end == count)
+        tensors = _plan_tensors(header, family, picks, count)
+        tokens = layer_start > 0 and _takes_tokens(header, family, picks)
     keys: dict[str, Scalar] = {
         "layer_start": layer_start,
         "layer_end": layer_end,
         "layer_count": count,
-        "spare_layers": spare,
+        "front_layers": len(picks.front),
+        "spare_layers": len(picks.back),
         "vocab_size": vocabulary_size(header),
         "rules_version": RULES_VERSION,
         "tied": is_tied(header),
-        "boundary": boundary or "",
+        "input": format_parts(inputs),
+        "boundary": format_parts(outputs),
+        "takes_tokens": tokens,
         "source_sha256": source_sha256,
     }
-    own = tuple(_entry(SLICE_PREFIX + key, value) for key, value in keys.items())
-    if family is None:
-        metadata: tuple[Metadata | bytes, ...] = tuple(header.metadata.values())
-        tensors = tuple(_copied(tensor, tensor.name) for tensor in header.tensors.values())
-    else:
-        metadata = _plan_metadata(header, picks, layer_start > 0 and not last)
-        tensors = _plan_tensors(header, family, layer_start, layer_end, count)
-    return SlicePlan(header, layer_start, layer_end, count, spare, boundary, metadata + own, tensors)
+    own = tuple(entry(SLICE_PREFIX + key, value) for key, value in keys.items())
+    return SlicePlan(header, layer_start, layer_end, count, picks, inputs, outputs, metadata + own, tensors)
+
+
+def _takes_tokens(header: GGUFHeader, family: Family, picks: Picks) -> bool:
+    """Whether a later slice reads token ids beside the boundary."""
+    if family.hash_tables:
+        return picks.real[0] < header.count(f"{family.architecture}.hash_layer_count", 0)
+    return family.token_rows or (family.lookups and bool(lookup_layers(header, picks)))
 
 
 def slice_bytes(header: GGUFHeader, layer_start: int, layer_end: int) -> int:
@@ -173,69 +182,49 @@ def check_range(header: GGUFHeader, layer_start: int, layer_end: int) -> None:
         )
 
 
-def _plan_metadata(header: GGUFHeader, picks: tuple[int, ...], middle: bool) -> tuple[Metadata | bytes, ...]:
-    prefix = header.text("general.architecture") + "."
-    blocks, vocab = prefix + "block_count", prefix + "vocab_size"
-    out: list[Metadata | bytes] = []
-    for key, entry in header.metadata.items():
-        if key.startswith("split.") or (middle and (key.startswith("tokenizer.") or key == vocab)):
-            continue
-        if key == blocks:
-            out.append(_entry(key, len(picks), entry.type))
-        elif isinstance(entry.value, LazyArray) and _is_per_layer(key, prefix, entry.value, header):
-            out.append(_picked(key, entry.value, picks))
-        else:
-            out.append(entry)
-    if middle:
-        out.append(_entry(vocab, 1))
-        out.append(_entry("tokenizer.ggml.model", "no_vocab"))
-    return tuple(out)
-
-
-def _is_per_layer(key: str, prefix: str, array: LazyArray, header: GGUFHeader) -> bool:
-    if not key.startswith(prefix) or key.removeprefix(prefix) in _NOT_PER_LAYER:
-        return False
-    return len(array) >= header.count(prefix + "block_count")
-
-
-def _plan_tensors(
-    header: GGUFHeader, family: Family, start: int, end: int, count: int
-) -> tuple[PlannedTensor, ...]:
-    first, last = start == 0, end == count
-    layers: list[PlannedTensor] = []
-    spare: list[PlannedTensor] = []
+def _plan_tensors(header: GGUFHeader, family: Family, picks: Picks, count: int) -> tuple[PlannedTensor, ...]:
+    start, end = picks.real[0], picks.real[-1] + 1
+    needed = set(picks.all)
+    by_layer: dict[int, list[tuple[TensorInfo, str]]] = {index: [] for index in needed}
     others: list[PlannedTensor] = []
-    present: set[int] = set()
+    lookups = bool(lookup_layers(header, picks)) if family.lookups else True
     for tensor in header.tensors.values():
         place = split_layer_name(tensor.name)
         if place is None:
-            others += _plan_outer(tensor, family, first, last, is_tied(header))
-            continue
-        index, rest = place
-        if start <= index < end:
-            present.add(index)
-            layers.append(_copied(tensor, f"blk.{index - start}.{rest}"))
-            if index == end - 1 and not last:
-                spare.append(_hole(tensor, f"blk.{end - start}.{rest}"))
+            if lookups or not tensor.name.startswith("per_layer_"):
+                others += _plan_outer(header, tensor, family, start == 0, end == count)
+        elif place[0] in needed:
+            by_layer[place[0]].append((tensor, place[1]))
     if "token_embd.weight" not in header.tensors:
         raise GGUFError(header.path, "damaged: there is no tensor 'token_embd.weight'")
-    missing = set(range(start, end)) - present
+    missing = {index for index, tensors in by_layer.items() if not tensors}
     if missing:
         raise GGUFError(header.path, f"damaged: there are no tensors of layer {min(missing)}")
-    return (*others, *layers, *spare)
+    layers: list[PlannedTensor] = []
+    first, behind = len(picks.front), len(picks.computed)
+    for position, index in enumerate(picks.all):
+        real = first <= position < behind
+        for tensor, rest in by_layer[index]:
+            if not (family.lookups and rest.startswith("ple_") and not (real and lookups)):
+                name = f"blk.{position}.{rest}"
+                layers.append(_copied(tensor, name) if real else _hole(tensor, name))
+    return (*others, *layers)
 
 
 def _plan_outer(
-    tensor: TensorInfo, family: Family, first: bool, last: bool, tied: bool
+    header: GGUFHeader, tensor: TensorInfo, family: Family, first: bool, last: bool
 ) -> list[PlannedTensor]:
     """A tensor outside the layers: copied, a hole, or left out."""
-    name, middle = tensor.name, not first and not last
+    name = tensor.name
+    one_row = not first and not last and family.entry is None and not family.keeps_vocabulary
     if name == "token_embd.weight":
-        if first or (last and tied):
+        if first or (last and is_tied(header)) or family.token_rows:
             return [_copied(tensor, name)]
-        return [_hole(tensor, name, one_row=middle)]
+        return [_hole(tensor, name, one_row=one_row)]
+    if name == "position_embd.weight" and not first and family.entry is None:
+        return [_hole(tensor, name)]  # the first slice has added it
     if name.startswith("output.") and not last:
-        return [_hole(tensor, name, one_row=middle)] if family.output_required else []
+        return [_hole(tensor, name, one_row=one_row)] if family.output_required else []
     return [_copied(tensor, name)]
 
 
@@ -250,22 +239,36 @@ def _hole(tensor: TensorInfo, name: str, *, one_row: bool = False) -> PlannedTen
     return PlannedTensor(name, dims, tensor.type, tensor_bytes(tensor.type, dims), None)
 
 
-def _text(text: str | bytes) -> bytes:
-    raw = text.encode() if isinstance(text, str) else text
-    return struct.pack("<Q", len(raw)) + raw
+def _boundaries(
+    header: GGUFHeader, family: Family, picks: Picks, last: bool
+) -> tuple[tuple[BoundaryPart, ...], tuple[BoundaryPart, ...]]:
+    """The nodes that the input goes to, and those that the output is read from."""
+    start, end = picks.real[0], picks.real[-1] + 1
+    node = entry_node(family, picks, start)
+    inputs = () if node is None else _boundary(header, family, start, node)
+    if last:
+        return inputs, ()
+    return inputs, _boundary(header, family, end, family.boundary.format(len(picks.computed) - 1))
 
 
-def _entry(key: str, value: Scalar, kind: ValueType | None = None) -> bytes:
-    if isinstance(value, str):
-        return _text(key) + struct.pack("<I", ValueType.STRING) + _text(value)
-    if kind is None:
-        kind = ValueType.BOOL if isinstance(value, bool) else ValueType.UINT32
-    return _text(key) + struct.pack("<I", kind) + SCALARS[kind].pack(value)
-
-
-def _picked(key: str, array: LazyArray, picks: tuple[int, ...]) -> bytes:
-    head = _text(key) + struct.pack("<IIQ", ValueType.ARRAY, array.element_type, len(picks))
-    elements = [array.raw(index) for index in picks]
-    if array.element_type is ValueType.STRING:
-        elements = [_text(raw) for raw in elements]
-    return head + b"".join(elements)
+def _boundary(header: GGUFHeader, family: Family, cut: int, node: str) -> tuple[BoundaryPart, ...]:
+    """What crosses in front of layer ``cut``: the residual stream at ``node``, and what else is needed."""
+    width = hidden_size(header)
+    prefix = family.architecture
+    copies = header.count(f"{prefix}.{family.copies}", 1) if family.copies else 1
+    parts: list[BoundaryPart] = []
+    if family.banks:
+        every = header.count(f"{prefix}.{family.banks}", 0)
+        inputs = range(0, cut, every) if every else range(0)
+        if len(inputs) >= MOST_PARTS:
+            raise CutError(
+                prefix, f"{len(inputs)} inputs of earlier layers would cross, at most {MOST_PARTS - 1} do"
+            )
+        # A slice has all layers in front of the cut, real or spare, so these nodes are where they were.
+        parts += [BoundaryPart(family.boundary.format(i - 1) if i else "inp_embd", width) for i in inputs]
+    parts.append(BoundaryPart(node, width * max(1, copies)))  # last, as it is computed last
+    if total_width(parts) > MOST_VALUES:
+        raise CutError(
+            family.architecture, f"a row of {total_width(parts)} values would cross, at most {MOST_VALUES} do"
+        )
+    return tuple(parts)

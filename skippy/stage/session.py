@@ -55,6 +55,7 @@ class StageSession:
         """The native sequence id; None before there is one."""
         self.holding = None if cache is None else Holding(cache)
         """The session's side of the prefix cache; None without one."""
+        self._takes_tokens = scheduler.info.is_first or scheduler.info.takes_tokens
         self._is_first = scheduler.info.is_first
         self._is_last = scheduler.info.is_last
         self._machine = Session(windows)
@@ -168,7 +169,7 @@ class StageSession:
     ) -> Work:
         first, last, holding = self._is_first, self._is_last, self.holding
         follows = last or holding is not None
-        tokens = execution_tokens(message) if first or follows else None
+        tokens = execution_tokens(message) if self._takes_tokens or follows else None
         assert self.sequence is not None, "rows before a sequence"
         predicts = last and requires_predicted_reply(message.kind)
         each = message.kind is MessageKind.VERIFY_WINDOW
@@ -176,7 +177,7 @@ class StageSession:
             sequence=self.sequence,
             position=action.position,
             count=action.count,
-            tokens=tokens if first else None,
+            tokens=tokens if self._takes_tokens else None,
             activation=None if first else memoryview(message.activation),
             logits=(action.count if each else 1) if predicts else 0,
         )

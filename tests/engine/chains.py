@@ -32,7 +32,7 @@ class Chain:
                     sequence=sequence,
                     position=length,
                     count=len(tokens),
-                    tokens=tokens if stage.info.is_first else None,
+                    tokens=tokens if stage.info.is_first or stage.info.takes_tokens else None,
                     activation=value,
                     logits=min(logits, len(tokens)) if stage.info.is_last else 0,
                 )

@@ -19,7 +19,7 @@ from skippy.engine.llama import LlamaEngine
 from skippy.engine.llama.devices import Device, chosen_devices
 from skippy.engine.llama.native import api
 from skippy.engine.llama.state import HEADER_BYTES
-from skippy.models import SliceInfo, ensure_slice
+from skippy.models import BoundaryPart, SliceInfo, ensure_slice
 from tests.support.splitting import split_model
 from tests.support.tiny_models import write_tiny
 
@@ -133,7 +133,9 @@ def test_a_wrong_boundary_node_is_found_when_loading(tiny_model: Path, slice_cac
     info = ensure_slice(tiny_model, 0, 3, cache_dir=slice_cache)
     for node, message in (("l_out-77", "gave 0 bytes"), ("ffn_gate-1", "whole rows|more rows")):
         with pytest.raises(ModelLoadError, match=f"cannot run a row: .*({message})"):
-            LlamaEngine.load(attrs.evolve(info, boundary_node=node), EngineOptions(n_threads=1))
+            LlamaEngine.load(
+                attrs.evolve(info, outputs=(BoundaryPart(node, 64),)), EngineOptions(n_threads=1)
+            )
 
 
 def test_without_a_spare_layer_every_row_is_kept(tiny_model: Path, slice_cache: Path) -> None:
@@ -141,7 +143,7 @@ def test_without_a_spare_layer_every_row_is_kept(tiny_model: Path, slice_cache: 
     whole = SliceInfo.from_file(tiny_model)
     options = EngineOptions(n_threads=1)
     padded = LlamaEngine.load(ensure_slice(tiny_model, 0, 5, cache_dir=slice_cache), options)
-    bare = attrs.evolve(whole, layer_end=6, layer_count=7, boundary_node="l_out-4")
+    bare = attrs.evolve(whole, layer_end=6, layer_count=7, outputs=(BoundaryPart("l_out-4", 64),))
     engine = LlamaEngine.load(bare, options)
     size = len(PROMPT) * whole.hidden_size * 4
     outputs = [bytearray(size), bytearray(size)]
@@ -150,7 +152,7 @@ def test_without_a_spare_layer_every_row_is_kept(tiny_model: Path, slice_cache: 
         stage.decode([segment], memoryview(output))
         stage.close()
     assert outputs[0] == outputs[1]
-    last = LlamaEngine.load(attrs.evolve(bare, boundary_node="l_out-5"), options)
+    last = LlamaEngine.load(attrs.evolve(bare, outputs=(BoundaryPart("l_out-5", 64),)), options)
     last.decode([Segment(sequence=0, position=0, count=len(PROMPT), tokens=PROMPT)], memoryview(outputs[0]))
     assert np.isfinite(np.frombuffer(outputs[0], np.float32)).all()
     last.close()

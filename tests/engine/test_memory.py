@@ -18,7 +18,7 @@ from skippy.engine.llama.layout import Layout, Rows
 from skippy.engine.llama.native import _router, api
 from skippy.engine.llama.state import HEADER_BYTES, checksum, rewrite
 from skippy.engine.options import TapChoice
-from skippy.models import SliceInfo
+from skippy.models import BoundaryPart, SliceInfo
 from tests.support.tiny_models import write_tiny, write_tiny_windowed
 
 from .chains import Chain
@@ -190,7 +190,11 @@ def test_copies_of_windowed_caches_on_inner_stages(start: int, tap: TapChoice, t
     """A whole model as a stage with layers behind it, perhaps before it: the copy is completed there, too."""
     whole = SliceInfo.from_file(write_tiny_windowed(tmp_path / "windowed.gguf"))
     info = attrs.evolve(
-        whole, layer_start=start, layer_end=start + 8, layer_count=start + 9, boundary_node="l_out-7"
+        whole,
+        layer_start=start,
+        layer_end=start + 8,
+        layer_count=start + 9,
+        outputs=(BoundaryPart("l_out-7", whole.hidden_size),),
     )
     engine = LlamaEngine.load(info, EngineOptions(n_threads=1, context_length=256, tap=tap))
     rows = np.random.default_rng(0).normal(0, 1, (60, whole.hidden_size)).astype(np.float32)

@@ -67,7 +67,7 @@ def test_the_key_is_the_content(tmp_path: Path) -> None:
 def test_whole_models_and_ready_slices_are_used_in_place(tied: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert ensure_slice(tied, 0, 6, cache_dir=cache).path == tied
-    other = write_tiny(tmp_path / "m.gguf", "gemma2", layers=2)
+    other = write_tiny(tmp_path / "m.gguf", "gemma4", layers=2)
     assert ensure_slice(other, 0, 2, cache_dir=cache).path == other
     assert not cache.exists()
     info = ensure_slice(tied, 2, 4, cache_dir=cache)
@@ -89,9 +89,9 @@ def test_the_weights_of_a_whole_model_are_hashed_once(tied: Path, tmp_path: Path
 
 
 def test_refusals_come_before_any_work(tied: Path, tmp_path: Path) -> None:
-    other = write_tiny(tmp_path / "m.gguf", "gemma2", layers=2)
+    other = write_tiny(tmp_path / "m.gguf", "gemma4", layers=2)
     cache, stages = tmp_path / "cache", Stages()
-    with pytest.raises(UnsupportedArchitectureError, match="gemma2"):
+    with pytest.raises(UnsupportedArchitectureError, match="gemma4"):
         ensure_slice(other, 0, 1, cache_dir=cache, progress=stages)
     with pytest.raises(LayerRangeError, match="6 layers"):
         ensure_slice(tied, 4, 9, cache_dir=cache, progress=stages)

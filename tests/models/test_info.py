@@ -28,9 +28,9 @@ def test_inspect_a_model(untied: Path) -> None:
 
 
 def test_inspect_says_why_not(tied: Path, tmp_path: Path) -> None:
-    gemma = inspect_model(write_tiny(tmp_path / "g.gguf", "gemma2", layers=2))
+    gemma = inspect_model(write_tiny(tmp_path / "g.gguf", "gemma4", layers=2))
     assert gemma.unsplittable is not None
-    assert "'gemma2' cannot be split yet" in gemma.unsplittable
+    assert "'gemma4' cannot be split yet" in gemma.unsplittable
     single = inspect_model(write_tiny(tmp_path / "s.gguf", layers=1))
     assert single.unsplittable == "it has a single layer"
     piece = inspect_model(ensure_slice(tied, 1, 3, cache_dir=tmp_path).path)

@@ -13,6 +13,7 @@ from gguf import GGUFReader, GGUFValueType
 
 from skippy.models import (
     RULES_VERSION,
+    BoundaryPart,
     GGUFError,
     GGUFHeader,
     LayerRangeError,
@@ -128,11 +129,14 @@ def test_metadata_is_copied_and_slice_keys_added(tied: Path, tmp_path: Path) -> 
         "skippy.slice.layer_start": 0,
         "skippy.slice.layer_end": 2,
         "skippy.slice.layer_count": LAYERS,
+        "skippy.slice.front_layers": 0,
         "skippy.slice.spare_layers": 1,
         "skippy.slice.vocab_size": len(vocabulary()),
         "skippy.slice.rules_version": RULES_VERSION,
         "skippy.slice.tied": True,
-        "skippy.slice.boundary": "l_out-1",
+        "skippy.slice.input": "",
+        "skippy.slice.boundary": "l_out-1:64",
+        "skippy.slice.takes_tokens": False,
         "skippy.slice.source_sha256": hashlib.sha256(raw).hexdigest(),
     }
 
@@ -212,7 +216,7 @@ def test_whole_range_is_a_plain_copy_for_any_family(tmp_path: Path) -> None:
     for name, tensor in source.tensors.items():
         assert data(piece, piece.tensors[name]) == data(source, tensor)
     info = SliceInfo.from_file(piece.path)
-    assert (info.is_whole, info.spare_layers, info.boundary_node) == (True, 0, None)
+    assert (info.is_whole, info.spare_layers, info.outputs) == (True, 0, ())
 
 
 def test_slice_info(tied: Path, untied: Path, tmp_path: Path) -> None:
@@ -229,14 +233,16 @@ def test_slice_info(tied: Path, untied: Path, tmp_path: Path) -> None:
         512,
         269,
     )
-    assert (whole.boundary_node, whole.tied, whole.source_sha256, whole.is_whole) == (None, False, None, True)
+    assert (whole.outputs, whole.tied, whole.source_sha256, whole.is_whole) == ((), False, None, True)
     info = SliceInfo.from_file(cut(tied, tmp_path, 2, 5).path)
     assert (info.layer_start, info.layer_end, info.layer_count, info.own_layers) == (2, 5, LAYERS, 3)
-    assert (info.spare_layers, info.boundary_node, info.tied, info.vocab_size) == (1, "l_out-2", True, 269)
+    assert info.outputs == (BoundaryPart("l_out-2", 64),)
+    assert (info.front_layers, info.spare_layers, info.tied, info.vocab_size) == (0, 1, True, 269)
+    assert (info.inputs, info.input_width, info.output_width, info.takes_tokens) == ((), 64, 64, False)
     assert (info.is_first, info.is_last, info.hidden_size) == (False, False, 64)
     assert info.source_sha256 == hashlib.sha256(tied.read_bytes()).hexdigest()
     last = SliceInfo.from_file(cut(tied, tmp_path, 5, 6).path)
-    assert (last.is_last, last.boundary_node, last.spare_layers) == (True, None, 0)
+    assert (last.is_last, last.outputs, last.spare_layers) == (True, (), 0)
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 2), (0, 7), (3, 3), (4, 2), (6, 7)])
@@ -254,9 +260,9 @@ def test_a_slice_cannot_be_sliced(tied: Path, tmp_path: Path) -> None:
 
 def test_other_families_are_refused_by_name(tmp_path: Path) -> None:
     for arch, words in (
-        ("gemma2", "injected inside the graph"),
-        ("mamba", "batch order"),
-        ("exaone4", "layer count its arithmetic depends on"),
+        ("gemma4", "per-layer embeddings carried across"),
+        ("rwkv7", "a copy of layer 0 in every slice"),
+        ("apertus", "which was not done"),
         ("hrm_text", "one pass through a pipeline cannot give"),
         ("never-heard-of", "no slicing rule for it is known"),
     ):
@@ -269,13 +275,31 @@ def test_other_families_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["nextn_predict_layers", "leading_dense_block_count", "embedding_scale", "n_deepstack_layers"]
+    ("key", "value", "first", "later"),
+    [
+        ("leading_dense_block_count", 2, 3, 1),  # layers 0, 1 and a spare one like 1; 1, 2 and one like 2
+        ("embedding_scale", 12.0, 12.0, 0.0),
+        ("n_deepstack_layers", 3, 3, 0),
+        ("nextn_predict_layers", 1, 0, 0),
+    ],
 )
-def test_features_that_need_a_rule_are_refused(tmp_path: Path, key: str) -> None:
-    extra: dict[str, tuple[GGUFValueType, Any]] = {f"llama.{key}": (GGUFValueType.UINT32, 1)}
-    header = GGUFHeader.read(write_tiny(tmp_path / "m.gguf", layers=3, extra=extra))
-    with pytest.raises(UnsupportedArchitectureError, match=f"with {key} set it needs"):
-        plan_slice(header, 0, 1)
+def test_what_a_key_says_of_the_whole_model(
+    tmp_path: Path, key: str, value: float, first: float, later: float
+) -> None:
+    kind = GGUFValueType.FLOAT32 if isinstance(value, float) else GGUFValueType.UINT32
+    extra: dict[str, tuple[GGUFValueType, Any]] = {f"llama.{key}": (kind, value)}
+    model = write_tiny(tmp_path / "m.gguf", layers=5, extra=extra)
+    for start, expected in ((0, first), (1, later)):
+        piece = cut(model, tmp_path, start, start + 2)
+        assert piece.value(f"llama.{key}") == expected
+        assert piece.value("llama.block_count") == 3
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    extra: dict[str, tuple[GGUFValueType, Any]] = {"llama.nextn_predict_layers": (GGUFValueType.UINT32, 1)}
+    last = cut(write_tiny(tmp_path / "m.gguf", layers=5, extra=extra), tmp_path, 2, 4)
+    assert last.value("llama.block_count") == 2
+    assert {name.split(".")[1] for name in last.tensors if name.startswith("blk.")} == {"0", "1"}
 
 
 def test_looped_models_are_refused(tmp_path: Path) -> None:
@@ -286,7 +310,7 @@ def test_looped_models_are_refused(tmp_path: Path) -> None:
             with pytest.raises(UnsupportedArchitectureError, match="num_loops above 1"):
                 plan_slice(header, 0, 1)
         else:
-            assert plan_slice(header, 0, 1).spare_layers == 1
+            assert plan_slice(header, 0, 1).picks.back == (0,)
 
 
 def test_one_file_of_several_by_itself_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from skippy.models import GGUFHeader, Metadata, SlicePlan, ValueType
+from skippy.models.layers import Picks
 from skippy.models.plan import PlannedTensor
 from skippy.models.slicer import write_plan
 
@@ -27,7 +28,7 @@ def write_gguf(
     """A file with these entries, and these tensors of ``source``."""
     tensors = [source.tensors[name] for name in names]
     planned = tuple(PlannedTensor(t.name, t.dims, t.type, t.nbytes, t) for t in tensors)
-    write_plan(SlicePlan(source, 0, 1, 1, 0, None, metadata, planned), path)
+    write_plan(SlicePlan(source, 0, 1, 1, Picks((), (0,), ()), (), (), metadata, planned), path)
     return path
 
 

@@ -27,7 +27,7 @@ class NativeBatch:
 
     Args:
         rows: rows the arrays are made for.
-        width: f32 values per activation row; 0 where token ids enter.
+        width: f32 values per row that is fed as embeddings; 0 where token ids enter.
         position_sections: positions per activation row, all equal, section after section.
         all_outputs: flag every row as an output (a stage without a spare layer behind its boundary would
             otherwise drop rows before it).
@@ -56,7 +56,11 @@ class NativeBatch:
             self._fields.token = self._tokens.ctypes.data
 
     def of_tokens(self, segments: Sequence[Segment], tokens: Sequence[TokenArray]) -> Any:
-        """The batch for segments of token ids; valid until the next call."""
+        """The batch for segments of token ids; valid until the next call.
+
+        Without ``tokens`` all rows have the token they had before, by default 0: what becomes of it is going
+        to be overwritten.
+        """
         self._fill(segments)
         start = 0
         for ids in tokens:

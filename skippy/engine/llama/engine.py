@@ -40,11 +40,11 @@ from skippy.models import SliceInfo
 from skippy.protocol.messages import SamplingConfig
 
 from .batch import NativeBatch
-from .boundary import BoundaryRows
+from .boundary import BoundaryRows, InputRows, tap_points
 from .description import describe, has_vocabulary, position_sections, row_order
-from .loading import LoadProgress, create_context, load_model, set_abort_flag
+from .loading import LoadProgress, create_context, load_model, set_abort_flag, takes_embeddings
 from .memory import CacheSizes, MemoryKind, SequenceMemory
-from .native import address_of, api, ggml_functions, initialise, silenced
+from .native import api, ggml_functions, initialise, silenced
 from .order import NativeCall, plan_calls
 from .sampler import LlamaSampler
 from .state import StateFormat
@@ -69,6 +69,7 @@ class LlamaEngine(StageEngine):
         self._model = model
         self._context = context
         self._tap = tap
+        self._inputs, self._outputs = slice_info.inputs, slice_info.outputs
         kind = MemoryKind.of(model, options)
         self._memory = SequenceMemory(context, kind, StateFormat.of(slice_info, options))
         self._vocabulary = LlamaVocabulary(model) if has_vocabulary(model, slice_info) else None
@@ -77,7 +78,7 @@ class LlamaEngine(StageEngine):
         self._info = describe(model, context, slice_info, options, tap, kind)
         self._batch = NativeBatch(
             rows=self._info.max_batch,
-            width=self._info.input_width,
+            width=slice_info.hidden_size if takes_embeddings(slice_info) else 0,
             position_sections=position_sections(model),
             all_outputs=not slice_info.is_last and slice_info.spare_layers == 0,
         )
@@ -107,12 +108,10 @@ class LlamaEngine(StageEngine):
         model = load_model(slice_info, options, progress)
         context = 0
         try:
-            tap = None
-            if not slice_info.is_last:
-                if slice_info.boundary_node is None:
-                    raise ModelLoadError(f"{slice_info.path} names no boundary node")
-                row_bytes = slice_info.hidden_size * 4
-                tap = create_tap(ggml_functions(), slice_info.boundary_node, row_bytes, options.tap)
+            if not slice_info.is_last and not slice_info.outputs:
+                raise ModelLoadError(f"{slice_info.path} names no boundary node")
+            points = tap_points(slice_info)
+            tap = create_tap(ggml_functions(), points, options.tap) if points else None
             context = create_context(model, slice_info, options, tap)
             return cls(model, context, slice_info, options, tap)
         except BaseException:
@@ -186,15 +185,12 @@ class LlamaEngine(StageEngine):
         output: memoryview | None,
     ) -> None:
         part = [segments[index] for index in call.segments]
-        if self._info.is_first:
+        if self._info.is_first or self._inputs:
             ids = [found for index in call.segments if (found := tokens[index]) is not None]
             batch = self._batch.of_tokens(part, ids)
         else:
             batch = self._batch.of_activations(part)
-        boundary = None
-        if self._tap is not None and output is not None:
-            boundary = BoundaryRows(call.runs, output, self._info.output_width)
-            self._tap.arm(boundary.address, boundary.nbytes)
+        kept, boundary = self._arm(call, segments, output)
         code = api.llama_decode(self._context, batch)
         if code == _NO_SLOT:
             names = ", ".join(str(segment.sequence) for segment in part)
@@ -202,9 +198,28 @@ class LlamaEngine(StageEngine):
         self._ran = True
         if code != 0:
             raise EngineError(f"llama.cpp could not decode {batch.n_tokens} rows (code {code})")
-        if self._tap is not None and boundary is not None:
+        if self._tap is not None:
             self._tap.finish()
+        del kept  # the rows that went in
+        if boundary is not None:
             boundary.deliver()
+
+    def _arm(
+        self, call: NativeCall, segments: Sequence[Segment], output: memoryview | None
+    ) -> tuple[InputRows | None, BoundaryRows | None]:
+        """Tell the tap where the rows of a native decode are, and where they go."""
+        if self._tap is None:
+            return None, None
+        inputs = InputRows(call, segments, self._inputs) if self._inputs else None
+        boundary = BoundaryRows(call.runs, output, self._outputs) if output is not None else None
+        index = 0
+        for address, size in inputs.sources if inputs is not None else ():
+            self._tap.arm(index, address, size)
+            index += 1
+        for address, size in boundary.targets() if boundary is not None else ():
+            self._tap.arm(index, address, size)
+            index += 1
+        return inputs, boundary
 
     def _take_logits(
         self,
@@ -292,18 +307,19 @@ class LlamaEngine(StageEngine):
     def _begin_decode(self, sequence: int) -> None:
         """Let llama.cpp do what it does before it decodes: a row of ``sequence`` that is aborted at once."""
         row, output = self._blank_call(sequence)
-        if self._tap is not None and output is not None:
-            self._tap.arm(address_of(output), output.nbytes)
+        kept = self._arm(NativeCall([0], [(0, 1)]), row, output)
         tokens = row[0].tokens
-        batch = self._batch.of_activations(row)
-        if tokens is not None:
-            batch = self._batch.of_tokens(row, [token_array(tokens, 1)])
+        if self._info.is_first or self._inputs:
+            batch = self._batch.of_tokens(row, [] if tokens is None else [token_array(tokens, 1)])
+        else:
+            batch = self._batch.of_activations(row)
         self._running.begin(row)
         self._running.abort(row)
         with silenced():
             code = api.llama_decode(self._context, batch)
         with contextlib.suppress(EngineError):
             self._running.end()
+        del kept
         self._memory.rewind([sequence], ran=False)
         if code not in (0, _NO_SLOT, _ABORTED):
             self._memory.drop(sequence)
@@ -313,9 +329,9 @@ class LlamaEngine(StageEngine):
         """Arguments of ``decode`` for one more row."""
         info, length = self._info, self._memory.lengths[sequence]
         output = None if info.is_last else memoryview(bytearray(info.output_width * 4))
-        if info.is_first:
-            return [Segment(sequence, length, 1, tokens=[0])], output
-        return [Segment(sequence, length, 1, activation=memoryview(bytes(info.input_width * 4)))], output
+        tokens = [0] if info.is_first or info.takes_tokens else None
+        activation = None if info.is_first else memoryview(bytes(info.input_width * 4))
+        return [Segment(sequence, length, 1, tokens=tokens, activation=activation)], output
 
     def _measure(self, kind: MemoryKind) -> EngineInfo:
         """What running a row or two tells about the cache."""

@@ -102,19 +102,29 @@ def _load_mode(options: EngineOptions) -> int:
 
 def _check_model(model: int, info: SliceInfo) -> None:
     """Refuse what would not run as a stage, or would end the process when run."""
-    expected = info.layer_end - info.layer_start + info.spare_layers
-    layers, width = api.llama_model_n_layer(model), api.llama_model_n_embd_inp(model)
-    if layers != expected:
-        raise ModelLoadError(f"{info.path} has {layers} layers, expected {expected}")
+    # A first slice may have wider rows of images, which it does not get.
+    row_size = api.llama_model_n_embd_inp if takes_embeddings(info) else api.llama_model_n_embd
+    layers, width = api.llama_model_n_layer(model), row_size(model)
+    if layers != info.file_layers:
+        raise ModelLoadError(f"{info.path} has {layers} layers, expected {info.file_layers}")
     if width != info.hidden_size:
         raise ModelLoadError(f"{info.path} takes rows of {width} values, expected {info.hidden_size}")
-    if (
+    if not _generates(model, info):
+        raise ModelLoadError(f"{info.path} ({info.architecture}) does not generate text token by token")
+
+
+def takes_embeddings(info: SliceInfo) -> bool:
+    """Whether the boundary is fed as embeddings; else tokens are, with the boundary put in behind them."""
+    return not info.is_first and not info.inputs
+
+
+def _generates(model: int, info: SliceInfo) -> bool:
+    return not (
         not api.llama_model_has_decoder(model)
         or api.llama_model_has_encoder(model)
         or api.llama_model_is_diffusion(model)
         or metadata(model, f"{info.architecture}.attention.causal") == "false"
-    ):
-        raise ModelLoadError(f"{info.path} ({info.architecture}) does not generate text token by token")
+    )
 
 
 def _padded(cells: int) -> int:
@@ -140,6 +150,10 @@ def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap
         # No row of this stage is ever an output; llama.cpp wants room for one per sequence all the same.
         params.n_outputs_max = options.max_sequences
     params.n_ubatch = options.n_ubatch
+    if _keeps_state(model) and not options.kv_unified:
+        # For some of these llama.cpp plans a graph of n_ubatch rows of n_seq_max sequences, equally many of
+        # each, and ends the process where that does not come out even.
+        params.n_ubatch = max(1, options.n_ubatch // options.max_sequences) * options.max_sequences
     params.n_seq_max = options.max_sequences
     params.n_threads = options.n_threads or usable_cores()
     params.n_threads_batch = options.n_threads_batch or options.n_threads or usable_cores()
@@ -173,6 +187,10 @@ def create_context(model: int, info: SliceInfo, options: EngineOptions, tap: Tap
             f"llama.cpp gave {cells} cells per sequence, {options.context_length} are needed"
         )
     return int(context)
+
+
+def _keeps_state(model: int) -> bool:
+    return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
 
 
 def set_abort_flag(context: int, flag: int) -> bool:

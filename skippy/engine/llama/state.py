@@ -48,7 +48,7 @@ class StateFormat:
         """
         identity = (
             info.architecture,
-            (info.layer_start, info.layer_end, info.layer_count, info.spare_layers),
+            (info.layer_start, info.layer_end, info.layer_count, info.front_layers, info.spare_layers),
             info.hidden_size,
             info.source_sha256 or f"{info.file_bytes} bytes",
             (options.cache_type_k, options.cache_type_v, options.flash_attn, options.swa_full),
