@@ -41,7 +41,7 @@ from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
-from skippy.models import Progress, SliceInfo, ensure_slice, read_gguf, weights_sha256
+from skippy.models import Progress, SliceInfo, find_part, read_model, weights_sha256
 from skippy.stage import (
     ENDING_SECS,
     ControlPiece,
@@ -134,7 +134,7 @@ async def open_stage(
         make_engine = functools.partial(engine_factory, config)
     else:
         # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
-        model_slice, identity = await _find_slice(config, topology, progress)
+        model_slice, identity = await _find_slice(config, topology, progress, options.verify_package)
         make_engine = functools.partial(_load_llama, model_slice, engine_options(config), progress, stopped)
     async with open_hidden_nursery() as nursery:
         nursery.start_soon(_set_when_cancelled, stopped)
@@ -188,7 +188,7 @@ def engine_options(config: StageConfig) -> EngineOptions:
 
 
 async def _find_slice(
-    config: StageConfig, topology: StageTopology | None, progress: Progress | None
+    config: StageConfig, topology: StageTopology | None, progress: Progress | None, verify: bool
 ) -> tuple[SliceInfo, ModelIdentity]:
     if config.model_path is None:
         raise StageStartError(
@@ -205,12 +205,20 @@ async def _find_slice(
     def find() -> tuple[SliceInfo, ModelIdentity]:
         if config.native_mtp_enabled:
             check_mtp(path)
-        part = ensure_slice(path, config.layer_start, config.layer_end, progress=report)
+        part = find_part(
+            path,
+            config.load_mode,
+            config.layer_start,
+            config.layer_end,
+            manifest_sha256=config.manifest_sha256,
+            progress=report,
+            verify=verify,
+        )
         identity = identify_model(part, path, dialled_ranges(config, topology))
         if config.kv_cache is not None and config.kv_cache.on and config.kv_cache.directory is not None:
             readers = stage_identity(
                 config,
-                weights=weights_sha256(part, progress=report),
+                weights=part.content_sha256 or weights_sha256(part, progress=report),
                 rules=identity.rules,
                 backend=identity.backend,
                 threads=config.n_threads or usable_cores(),
@@ -228,7 +236,7 @@ def check_mtp(path: Path) -> None:
         ConfigError: the model has multi-token-prediction layers, which are not used yet.
         GGUFError: the model cannot be read.
     """
-    header = read_gguf(path)
+    header = read_model(path)
     if header.count(f"{header.text('general.architecture')}.nextn_predict_layers", 0):
         raise ConfigError(
             "native_mtp_enabled: using the model's multi-token-prediction layers is not available yet; "

@@ -161,11 +161,18 @@ def test_wrong_keys_and_types(change: dict[str, Any], text: str) -> None:
         ({"run_id": " "}, "run_id: must not be empty"),
         ({"model_path": None}, "model_path: is missing"),
         (
-            {"load_mode": "layer-package"},
-            'load_mode: "layer-package" is not available yet; use "runtime-slice"',
+            {"load_mode": "layer-package", "model_path": None},
+            "model_path: is missing; load_mode layer-package needs a folder with model-package.json",
         ),
-        ({"load_mode": "artifact-slice"}, 'load_mode: "artifact-slice" is not available yet'),
-        ({"load_mode": "x"}, 'load_mode: "x" is unknown; use "runtime-slice"'),
+        ({"manifest_sha256": "0" * 64}, "manifest_sha256: has no effect with load_mode runtime-slice"),
+        (
+            {"load_mode": "layer-package", "manifest_sha256": "abc"},
+            "manifest_sha256: is 'abc', must be 64 hexadecimal digits",
+        ),
+        (
+            {"load_mode": "x"},
+            'load_mode: "x" is unknown; known are runtime-slice, artifact-slice',
+        ),
         ({"bind_addr": "127.0.0.1"}, "bind_addr: '127.0.0.1' is not an endpoint"),
         ({"bind_addr": "127.0.0.1:65536"}, "bind_addr: '127.0.0.1:65536' has port '65536'"),
         (
@@ -321,7 +328,7 @@ class TestTopology:
             ),
             ([placement("a", 0, "0", 10)], "stages[0].layer_start: expected an integer"),
             ([placement("a", 0, 5, 5)], "stages[0].layer_start: is 5, must be below layer_end"),
-            ([placement("a", 0, 0, 5, load_mode="layer-package")], 'stages[0].load_mode: "layer-package"'),
+            ([placement("a", 0, 0, 5, load_mode="package")], 'stages[0].load_mode: "package"'),
             ([placement("a", 0, 0, 5, endpoint="x")], "stages[0].endpoint: 'x' is not an endpoint"),
             ({}, "stages: expected an array, found an object"),
         ],

@@ -20,7 +20,16 @@ from skippy.config import (
     with_environment,
 )
 from skippy.engine import usable_cores
-from skippy.models import ModelSummary, ensure_slice, inspect_model
+from skippy.models import (
+    ARTIFACT_SLICE,
+    LAYER_PACKAGE,
+    RUNTIME_SLICE,
+    ModelSummary,
+    find_part,
+    inspect_model,
+    is_package,
+    load_mode_of,
+)
 from skippy.topology import (
     LayerRange,
     make_stage_configs,
@@ -47,7 +56,9 @@ START_TIMEOUT_SECONDS = 3600  # the children load on one machine; a slow disk mu
 class DemoOptions:
     """Options of ``skippy run`` without a configuration; None is a default that depends on the machine."""
 
-    model: Path | None = None
+    model: str | Path | None = None
+    load_mode: str | None = None
+    verify_package: bool = True
     model_id: str | None = None
     stages: int | None = None
     splits: str | None = None
@@ -66,15 +77,17 @@ class DemoOptions:
     grace_secs: float = DEFAULT_GRACE_SECS
 
 
-def find_model(path: Path | None) -> Path:
+def find_model(path: str | Path | None) -> Path:
     """The model file: ``path``, else the one in the installed model package.
 
     Raises:
         SettingError: no such file, or none installed; says how to get one.
     """
     if path is not None:
-        if not path.is_file():
-            raise SettingError(f"--model: {path}: {'is no file' if path.exists() else 'no such file'}")
+        path = Path(path)
+        if not path.is_file() and not is_package(path):
+            kind = "is neither a file nor a layer package" if path.exists() else "no such file"
+            raise SettingError(f"--model: {path}: {kind}")
         return path
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec is not None else ():
@@ -104,17 +117,27 @@ def context_size(summary: ModelSummary, asked: int | None) -> int:
 
 def prepare(options: DemoOptions) -> Chain:
     """Read and cut the model, take the ports, and describe the children. Nothing is started."""
-    model = find_model(options.model).resolve()
+    model = Path(os.path.abspath(find_model(options.model)))
     summary = inspect_model(model)
+    mode = options.load_mode or load_mode_of(model)
     ranges = plan_layers(summary.slice.layer_count, options.stages, options.splits)
     bind = Endpoint.parse(options.bind, where="--bind", allow_any_port=True, schemes=("tcp",))
     listeners = [listen_on(bind, "the OpenAI endpoint", "; choose another with --bind HOST:PORT")]
     try:
         listeners += [listen_on(LOOPBACK, f"stage {index}") for index in range(len(ranges))]
-        chain = _describe(options, model, summary, ranges, listeners)
-        for layers in ranges:
+        chain = _describe(options, mode, model, summary, ranges, listeners)
+        for child, layers in zip(chain.children, ranges, strict=True):
             with SliceProgress(f"layers {layers}") as progress:
-                ensure_slice(model, layers.start, layers.end, progress=progress)
+                part = find_part(
+                    model,
+                    RUNTIME_SLICE if mode == ARTIFACT_SLICE else mode,
+                    layers.start,
+                    layers.end,
+                    progress=progress,
+                    verify=options.verify_package,
+                )
+            if mode == ARTIFACT_SLICE:
+                child.config = attrs.evolve(child.config, model_path=str(part.path))
         return chain
     except BaseException:
         for listener in listeners:
@@ -124,6 +147,7 @@ def prepare(options: DemoOptions) -> Chain:
 
 def _describe(
     options: DemoOptions,
+    mode: str,
     model: Path,
     summary: ModelSummary,
     ranges: list[LayerRange],
@@ -135,7 +159,8 @@ def _describe(
         ranges,
         [endpoint_of(listener) for listener in stage_listeners],
         topology_id=run_id,
-        model_id=options.model_id or model.stem,
+        model_id=options.model_id or (model.name if mode == LAYER_PACKAGE else model.stem),
+        load_mode=mode,
     )
     configs = make_stage_configs(
         topology,
@@ -155,6 +180,7 @@ def _describe(
         topology=topology,
         options=StageOptions(
             link_token=secrets.token_urlsafe(32),
+            verify_package=options.verify_package,
             warm_preconnect=switched_on(WARM_PRECONNECT),
             safe_mode=switched_on(SAFE_MODE),
             peer_timeout_secs=options.peer_timeout_secs,

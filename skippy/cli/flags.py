@@ -22,6 +22,7 @@ from skippy.config import (
     with_environment,
 )
 
+from . import model_flags
 from .errors import SettingError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -151,6 +152,7 @@ allow_plain_option = click.option(
     help="Also talk to peers that send no admission packet; nothing is compared with them.",
 )
 link_security_options = combine(
+    model_flags.verify_option,
     link_token_option,
     allow_plain_option,
     _tls_file("cert", "This stage's certificate (PEM), for tls:// and wss:// endpoints."),

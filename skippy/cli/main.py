@@ -26,6 +26,7 @@ for command in (
     top.top,
     models.inspect,
     models.slice_,
+    models.package,
     serve.serve_binary,
     serve.serve_openai,
     serve.serve,

@@ -12,12 +12,15 @@ from skippy.models import (
     SliceInfo,
     ensure_slice,
     inspect_model,
+    is_package,
     read_gguf,
+    write_package,
     write_slice,
 )
 from skippy.topology import LayerRange
 
 from .ending import ending_in_order
+from .errors import SettingError
 from .progress import SliceProgress
 
 MODEL = click.argument("model", type=click.Path(path_type=Path))
@@ -76,11 +79,31 @@ def slice_(model: Path, layers: str, out: Path | None) -> None:
     """Cut layers out of a GGUF file and print the path of the slice."""
     wanted = LayerRange.parse(layers)
     with ending_in_order(), SliceProgress(f"layers {wanted}") as progress:
+        if out is not None and is_package(model):
+            raise SettingError("--out: not of a layer package, whose slices are kept in the slice cache")
         if out is None:
             info = ensure_slice(model, wanted.start, wanted.end, progress=progress)
         else:
             info = write_slice(read_gguf(model), out, wanted.start, wanted.end, progress)
     click.echo(info.path)
+
+
+@click.command("package")
+@MODEL
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The folder to make."
+)
+@click.option("--model-id", metavar="NAME", help="What the model is called; default: the file's name.")
+def package(model: Path, out: Path, model_id: str | None) -> None:
+    """Take a GGUF model apart into a layer package, of which each stage needs a few files only.
+
+    The folder appears when it is whole; one that exists is left alone.
+    """
+    if model_id is not None and not model_id.strip():
+        raise SettingError("--model-id: must not be empty")
+    with ending_in_order(), SliceProgress(model.name) as progress:
+        manifest = write_package(model, out, model_id=model_id, progress=progress)
+    click.echo(manifest.path)
 
 
 def size_text(size: int) -> str:

@@ -12,7 +12,7 @@ import trio
 from click.core import ParameterSource
 
 from skippy import __version__
-from skippy.config import AccessOptions
+from skippy.config import LOAD_MODES, AccessOptions
 from skippy.telemetry import configure_logging
 
 from . import access_flags, flags, kv_flags
@@ -43,6 +43,7 @@ STAGE_ONLY = (
 DEMO_ONLY = (
     "model",
     "model_id",
+    "load_mode",
     "stages",
     "splits",
     "bind",
@@ -58,9 +59,13 @@ DEMO_ONLY = (
 @click.command("run")
 @click.option(
     "--model",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A GGUF file; default: the bundled model.",
+    metavar="MODEL",
+    help="A GGUF file or a layer package; default: the bundled model.",
+)
+@click.option(
+    "--load-mode",
+    type=click.Choice(list(LOAD_MODES)),
+    help="How stages load it; default: as what it is, runtime-slice or layer-package.",
 )
 @click.option("--model-id", metavar="NAME", help="The name clients ask for; default: the file's.")
 @click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Stages of equal size; default: 3.")

@@ -11,12 +11,13 @@ from .files import load_stage_config, load_topology, stage_config_from_json, top
 from .kv import KvCacheConfig, with_environment
 from .links import check_links
 from .options import OpenAIOptions, StageOptions, WireConditions
-from .stage import PeerConfig, SelectedDevice, StageConfig
+from .stage import LOAD_MODES, PeerConfig, SelectedDevice, StageConfig
 from .structure import from_json_value, to_json_value
 from .switches import switched_on
 from .topology import StagePlacement, StageTopology, check_against_topology
 
 __all__ = [
+    "LOAD_MODES",
     "AccessOptions",
     "ConfigError",
     "Endpoint",

@@ -63,6 +63,11 @@ class StageOptions:
         "SKIPPY_ITERATION_SCHEDULER_SAFE_MODE.",
         default=False,
     )
+    verify_package: bool = key(
+        "Check the SHA-256 of a layer package's parts before they are used, once for each state (size and "
+        "modification time) of a file.",
+        default=True,
+    )
     warm_preconnect: bool = key(
         "Keep one connection to the stage after this one ready, for the next lane that needs one; commands "
         "take it from SKIPPY_BINARY_WARM_PRECONNECT.",

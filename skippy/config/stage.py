@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import Final, Literal
 
 import attrs
 
 from .endpoint import Endpoint
-from .errors import ConfigError
 from .fields import key, refuse_unavailable, require, require_range, require_text, unavailable
 from .kv import KvCacheConfig
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 SplitMode = Literal["auto", "none", "layer", "row", "tensor"]
 FlashAttention = Literal["auto", "disabled", "enabled"]
+
+LOAD_MODES: Final[Mapping[str, str]] = {
+    "runtime-slice": "a GGUF file",
+    "artifact-slice": "a GGUF file with this stage's layers",
+    "layer-package": "a folder with model-package.json",
+}
+"""How a stage's part can be loaded, and what `model_path` names then."""
 
 U32_MAX = 2**32 - 1
 I32_MAX = 2**31 - 1
@@ -65,8 +73,10 @@ class StageConfig:
     layer_start: int = key("First layer of this stage.")
     layer_end: int = key("One after the last layer of this stage.")
     load_mode: str = key(
-        "How the model is loaded. `runtime-slice`: cut this stage's layers out of `model_path`, "
-        "or load it as it is if it is a slice of exactly these layers."
+        "How the model is loaded. `runtime-slice`: cut this stage's layers out of `model_path`, once, "
+        "or load it as it is if it is a slice of exactly these layers. `artifact-slice`: load `model_path` "
+        "as it is; it must be such a slice. `layer-package`: put the stage's part together, once, from the "
+        "files of the package that have its layers; no other is opened."
     )
     bind_addr: str = key(
         "Where this stage listens: `host:port` (TCP), or with `tls://`, `ws://` or `wss://` in front; port 0 "
@@ -74,7 +84,8 @@ class StageConfig:
         "connections to other stages leave from this address too."
     )
     model_path: str | None = key(
-        "The model's GGUF file: whole, the first of several, or the slice of this stage. Required.",
+        "The model's GGUF file: whole, the first of several, or the slice of this stage; with "
+        "`layer-package` the package's folder. Required.",
         default=None,
     )
     upstream: PeerConfig | None = key(
@@ -141,8 +152,10 @@ class StageConfig:
         default=False,
     )
 
-    package_ref: str | None = unavailable(None, "layer packages are")
-    manifest_sha256: str | None = unavailable(None, "layer packages are")
+    manifest_sha256: str | None = key(
+        "With `layer-package`: the SHA-256 that `model-package.json` must have; null: any.", default=None
+    )
+    package_ref: str | None = unavailable(None, "a package's name apart from model_path is")
     source_model_path: str | None = unavailable(None, "a source model apart from model_path is")
     source_model_sha256: str | None = unavailable(None, "checking the source model's digest is")
     source_model_bytes: int | None = unavailable(None, "checking the source model's size is")
@@ -180,8 +193,10 @@ class StageConfig:
         self._check_engine()
         check_load_mode(self.load_mode)
         require(
-            self.model_path is not None, "model_path: is missing; load_mode runtime-slice needs a GGUF file"
+            self.model_path is not None,
+            f"model_path: is missing; load_mode {self.load_mode} needs {LOAD_MODES[self.load_mode]}",
         )
+        self._check_manifest_digest()
         Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
         self._check_position()
         self._check_kv_cache()
@@ -202,6 +217,19 @@ class StageConfig:
         require(
             self.flash_attn_type != "disabled" or self.cache_type_v in ("f32", "f16", "bf16"),
             f'cache_type_v: "{self.cache_type_v}" needs flash_attn_type auto or enabled',
+        )
+
+    def _check_manifest_digest(self) -> None:
+        digest = self.manifest_sha256
+        if digest is None:
+            return
+        require(
+            self.load_mode == "layer-package",
+            f"manifest_sha256: has no effect with load_mode {self.load_mode}; leave it out",
+        )
+        require(
+            re.fullmatch("[0-9a-fA-F]{64}", digest) is not None,
+            f"manifest_sha256: is {digest!r}, must be 64 hexadecimal digits",
         )
 
     def _check_kv_cache(self) -> None:
@@ -249,7 +277,7 @@ class StageConfig:
 
 
 def check_load_mode(load_mode: str) -> None:
-    """Refuse every mode but runtime-slice, by name."""
-    if load_mode in ("artifact-slice", "layer-package"):
-        raise ConfigError(f'load_mode: "{load_mode}" is not available yet; use "runtime-slice"')
-    require(load_mode == "runtime-slice", f'load_mode: "{load_mode}" is unknown; use "runtime-slice"')
+    """Refuse a mode that does not exist, by name."""
+    require(
+        load_mode in LOAD_MODES, f'load_mode: "{load_mode}" is unknown; known are {", ".join(LOAD_MODES)}'
+    )

@@ -12,19 +12,28 @@ from skippy.models.errors import (
     GGUFError,
     LayerRangeError,
     ModelError,
+    PackageError,
     SliceWriteError,
     UnsupportedArchitectureError,
 )
 from skippy.models.families import FAMILIES, Family, family_of
 from skippy.models.gguf import GGUFHeader, LazyArray, Metadata, TensorInfo, ValueType
-from skippy.models.info import ModelSummary, SliceInfo, inspect_model
+from skippy.models.info import SliceInfo
+from skippy.models.loading import ARTIFACT_SLICE, LAYER_PACKAGE, RUNTIME_SLICE, find_part, load_mode_of
+from skippy.models.manifest import Manifest, is_package
+from skippy.models.package import Package, read_model
+from skippy.models.packing import write_package
 from skippy.models.parts import read_gguf
 from skippy.models.plan import RULES_VERSION, SlicePlan, plan_slice, slice_bytes
 from skippy.models.slicer import Progress, file_sha256, write_slice
+from skippy.models.summary import ModelSummary, inspect_model
 
 __all__ = [
+    "ARTIFACT_SLICE",
     "FAMILIES",
+    "LAYER_PACKAGE",
     "RULES_VERSION",
+    "RUNTIME_SLICE",
     "BoundaryPart",
     "CheckpointError",
     "CutError",
@@ -33,9 +42,12 @@ __all__ = [
     "GGUFHeader",
     "LayerRangeError",
     "LazyArray",
+    "Manifest",
     "Metadata",
     "ModelError",
     "ModelSummary",
+    "Package",
+    "PackageError",
     "Progress",
     "Quantiser",
     "Recipe",
@@ -49,12 +61,17 @@ __all__ = [
     "ensure_slice",
     "family_of",
     "file_sha256",
+    "find_part",
     "header_path",
     "inspect_model",
     "is_checkpoint",
+    "is_package",
+    "load_mode_of",
     "plan_slice",
     "read_gguf",
+    "read_model",
     "slice_bytes",
     "weights_sha256",
+    "write_package",
     "write_slice",
 ]

@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import attrs
 import filelock
 import platformdirs
 
@@ -28,6 +29,8 @@ from skippy.models.checkpoint import Conversion, Recipe, is_checkpoint
 from skippy.models.errors import CheckpointError, GGUFError
 from skippy.models.gguf import GGUFHeader
 from skippy.models.info import SliceInfo, is_slice
+from skippy.models.manifest import is_package
+from skippy.models.package import Package
 from skippy.models.parts import read_gguf
 from skippy.models.plan import RULES_VERSION, SlicePlan, check_range, plan_slice
 from skippy.models.reading import FileStamp
@@ -57,11 +60,13 @@ def ensure_slice(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    verify: bool = True,
     recipe: Recipe | None = None,
 ) -> SliceInfo:
     """A file with layers ``[layer_start, layer_end)`` of a model, from the cache or newly written.
 
-    The whole range, and a slice asked for exactly its own range, are the file itself: nothing is copied. A
+    The whole range, and a slice asked for exactly its own range, are the file itself: nothing is copied. Of a
+    layer package every range is written, from the parts that have it; no other part is opened. A
     cached slice that does not read as what it should be is written again. Blocks while another process writes
     the same slice; safe from any thread.
 
@@ -74,20 +79,51 @@ def ensure_slice(
             ``model_path`` is not.
         UnsupportedArchitectureError: the family cannot be cut.
         GGUFError: the model cannot be read.
+        PackageError: a part of a package that is needed is not what the manifest says.
         SliceWriteError: the cache cannot be written; nothing half-written is left.
     """
+    if is_package(model_path):
+        return _from_package(model_path, layer_start, layer_end, _folder(cache_dir), progress, verify)
     conversion = _conversion(model_path, recipe)
     if conversion is not None:
-        return _ensure_converted(conversion, layer_start, layer_end, cache_dir, progress)
+        return _ensure_converted(conversion, layer_start, layer_end, _folder(cache_dir), progress)
     header = read_gguf(model_path)
     info = SliceInfo.from_header(header)
     if (info.layer_start, info.layer_end) == (layer_start, layer_end):
         return info
     check_range(header, layer_start, layer_end)
     plan = plan_slice(header, layer_start, layer_end)  # refuse before anything is hashed
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    folder = _folder(cache_dir)
     sha256 = model_sha256(header, folder / "hashes", progress)
     return _ensure(folder, sha256, sha256, plan, progress, None)
+
+
+def _from_package(
+    model_path: str | os.PathLike[str],
+    layer_start: int,
+    layer_end: int,
+    folder: Path,
+    progress: Progress | None,
+    verify: bool,
+) -> SliceInfo:
+    """A slice of a layer package, whose key says which bytes are in it and whether that was checked."""
+
+    def digest(stamp: FileStamp) -> str:
+        return file_digest(stamp, folder / "hashes", progress)
+
+    check = digest if verify else None
+    package = Package.open(model_path, check)
+    check_range(package.header, layer_start, layer_end)
+    plan = plan_slice(package.header, layer_start, layer_end)
+    sources = [tensor.source for tensor in plan.tensors if tensor.source is not None]
+    header = package.locate(sources, check)
+    key = package.manifest.content_sha256
+    if not verify:  # nobody knows what these parts hold, so they share nothing with parts that are known
+        states = {(t.file.path.name, t.file.size, t.file.mtime_ns) for t in header.tensors.values()}
+        key = hashlib.sha256(f"{key} {sorted(states)}".encode()).hexdigest()
+    plan = plan_slice(header, layer_start, layer_end)
+    info = _ensure(folder, key, package.manifest.source_sha256, plan, progress, None)
+    return attrs.evolve(info, content_sha256=key)
 
 
 def header_path(
@@ -107,9 +143,7 @@ def header_path(
     conversion = _conversion(model_path, recipe)
     if conversion is None:
         return Path(model_path)
-    return _outline(
-        conversion, Path(cache_dir) if cache_dir is not None else default_cache_dir(), progress
-    ).path
+    return _outline(conversion, _folder(cache_dir), progress).path
 
 
 def _conversion(model_path: str | os.PathLike[str], recipe: Recipe | None) -> Conversion | None:
@@ -147,10 +181,9 @@ def _ensure_converted(
     conversion: Conversion,
     layer_start: int,
     layer_end: int,
-    cache_dir: str | os.PathLike[str] | None,
+    folder: Path,
     progress: Progress | None,
 ) -> SliceInfo:
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     header = _outline(conversion, folder, progress)
     check_range(header, layer_start, layer_end)
     plan = plan_slice(header, layer_start, layer_end)
@@ -188,6 +221,10 @@ def _ensure(
         return write_slice(plan.header, path, start, end, progress, source_sha256=sha256, data=data)
 
 
+def _folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    return Path(cache_dir) if cache_dir is not None else default_cache_dir()
+
+
 def weights_sha256(
     info: SliceInfo, *, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None
 ) -> str:
@@ -203,8 +240,7 @@ def weights_sha256(
     """
     if info.source_sha256 is not None:
         return info.source_sha256
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    return model_sha256(read_gguf(info.path), folder / "hashes", progress)
+    return model_sha256(read_gguf(info.path), _folder(cache_dir) / "hashes", progress)
 
 
 def _valid(path: Path, sha256: str, layer_start: int, layer_end: int) -> SliceInfo | None:

@@ -29,6 +29,10 @@ class GGUFError(ModelError):
         self.message = message
 
 
+class PackageError(GGUFError):
+    """A layer package whose manifest or parts are wrong or contradict each other; ``path`` is at fault."""
+
+
 class CheckpointError(ModelError):
     """A checkpoint folder is incomplete, damaged, or of a kind this version does not convert.
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
 
 from skippy.models.boundary import BoundaryPart, format_parts, parse_parts, total_width
-from skippy.models.errors import GGUFError, UnsupportedArchitectureError, show
-from skippy.models.families import family_of
+from skippy.models.errors import GGUFError, show
 from skippy.models.gguf import GGUFHeader, LazyArray
 from skippy.models.parts import read_gguf
 
@@ -94,6 +91,7 @@ class SliceInfo:
         tied: the whole model's head shares the token embedding's weights.
         source_sha256: hash of the file a slice was cut from; None for a whole model.
         file_bytes: the file's length; a sparse file takes less on disk.
+        content_sha256: digest of the parts of the layer package that it was cut from; None if it was not.
     """
 
     path: Path
@@ -112,6 +110,7 @@ class SliceInfo:
     tied: bool
     source_sha256: str | None
     file_bytes: int
+    content_sha256: str | None = None
 
     @property
     def own_layers(self) -> int:
@@ -216,72 +215,3 @@ def _parts(header: GGUFHeader, key: str) -> tuple[BoundaryPart, ...]:
 def is_slice(header: GGUFHeader) -> bool:
     """Whether the file was written by skippy's slicer."""
     return SLICE_PREFIX + "layer_start" in header.metadata
-
-
-@attrs.frozen(slots=True, kw_only=True)
-class ModelSummary:
-    """What ``skippy inspect`` shows.
-
-    Attributes:
-        slice: identity, layer range and sizes of the file.
-        name: ``general.name``, or the file's stem; printable, at most 200 characters.
-        parameters: weights in the file.
-        quantisation: bytes of tensor data by ggml type name, largest first.
-        bytes_per_layer: tensor bytes of each layer in the file, spare layers included.
-        other_bytes: tensor bytes outside the layers (embedding, norms, head).
-        unsplittable: why the model cannot be split, or None when it can.
-    """
-
-    slice: SliceInfo
-    name: str
-    parameters: int
-    quantisation: Mapping[str, int]
-    bytes_per_layer: tuple[int, ...]
-    other_bytes: int
-    unsplittable: str | None
-
-
-def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
-    """Summarise a model file or slice from its header alone.
-
-    Raises:
-        GGUFError: as :meth:`SliceInfo.from_file`.
-    """
-    header = read_gguf(path)
-    info = SliceInfo.from_header(header)
-    layers = [0] * layer_count(header)
-    kinds: Counter[str] = Counter()
-    other = 0
-    for tensor in header.tensors.values():
-        kinds[tensor.type_name] += tensor.nbytes
-        place = split_layer_name(tensor.name)
-        if place is not None and place[0] < len(layers):
-            layers[place[0]] += tensor.nbytes
-        else:
-            other += tensor.nbytes
-    return ModelSummary(
-        slice=info,
-        name=_printable(header.text("general.name", header.path.stem)),
-        parameters=sum(tensor.elements for tensor in header.tensors.values()),
-        quantisation=dict(kinds.most_common()),
-        bytes_per_layer=tuple(layers),
-        other_bytes=other,
-        unsplittable=_why_not(header, info),
-    )
-
-
-def _printable(text: str) -> str:
-    """A name from a file, safe for a terminal."""
-    return "".join(c if c.isprintable() else " " for c in text[:200])
-
-
-def _why_not(header: GGUFHeader, info: SliceInfo) -> str | None:
-    if is_slice(header):
-        return f"already a slice, layers {info.layer_start}:{info.layer_end} of {info.layer_count}"
-    if info.layer_count < 2:
-        return "it has a single layer"
-    try:
-        family_of(header)
-    except UnsupportedArchitectureError as error:
-        return str(error)
-    return None

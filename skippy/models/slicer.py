@@ -63,7 +63,7 @@ def write_slice(
 def write_plan(
     plan: SlicePlan, out: Path, progress: Progress | None = None, data: TensorData | None = None
 ) -> None:
-    """Write what is planned, complete and synced under ``out`` or not at all; ``data`` as above.
+    """Write what is planned, complete and synced under ``out``, or not at all; ``data``: as for a slice.
 
     Raises:
         GGUFError: a source file changed or ends early.

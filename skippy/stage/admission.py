@@ -26,6 +26,7 @@ from skippy.models import (
     SliceInfo,
     plan_slice,
     read_gguf,
+    read_model,
     weights_sha256,
 )
 from skippy.models.info import is_slice, split_layer_name
@@ -92,7 +93,7 @@ def identify_model(part: SliceInfo, source: Path, ranges: Iterable[Range]) -> Mo
     known: dict[Range, tuple[str, ...]] = {
         (part.layer_start, part.layer_end): resident_tensors(read_gguf(part.path), part)
     }
-    header = read_gguf(source)
+    header = read_model(source)
     if not is_slice(header):
         for start, end in ranges:
             try:

@@ -18,6 +18,7 @@ def make_topology(
     *,
     topology_id: str,
     model_id: str,
+    load_mode: str = LOAD_MODE,
     hosts: Sequence[str] | None = None,
 ) -> StageTopology:
     """The topology with one stage per range; stage ``i`` is called ``stage-i``.
@@ -39,7 +40,7 @@ def make_topology(
                 endpoint=endpoint.url,
                 layer_start=layers.start,
                 layer_end=layers.end,
-                load_mode=LOAD_MODE,
+                load_mode=load_mode,
             )
             for index, (layers, endpoint) in enumerate(zip(ranges, endpoints, strict=True))
         ),

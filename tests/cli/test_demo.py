@@ -95,7 +95,7 @@ def test_no_model_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(click.ClickException, match="is no file"):
+    with pytest.raises(click.ClickException, match="is neither a file nor a layer package"):
         find_model(tmp_path)
 
 
@@ -107,7 +107,7 @@ def test_a_run_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
     model = tmp_path / "m.gguf"
     model.touch()
     monkeypatch.setattr(demo, "inspect_model", lambda path: summary(128))
-    monkeypatch.setattr(demo, "ensure_slice", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "find_part", lambda *_, **__: None)
     options = demo.DemoOptions(model=model, bind="127.0.0.1:0", stages=2, threads=3, replay_timeout_secs=7)
     chains = [demo.prepare(options) for _ in range(2)]
     tokens = {chain.options.link_token for chain in chains}

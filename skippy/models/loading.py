@@ -1,0 +1,74 @@
+"""From what a configuration names to the file that a stage loads: the load modes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from skippy.models.cache import ensure_slice
+from skippy.models.errors import LayerRangeError, PackageError
+from skippy.models.info import SliceInfo
+from skippy.models.manifest import MANIFEST, Manifest, is_package
+from skippy.models.slicer import Progress
+
+RUNTIME_SLICE, ARTIFACT_SLICE, LAYER_PACKAGE = "runtime-slice", "artifact-slice", "layer-package"
+
+
+def load_mode_of(path: str | os.PathLike[str]) -> str:
+    """The mode that a model is loaded in when none is asked for."""
+    return LAYER_PACKAGE if is_package(path) else RUNTIME_SLICE
+
+
+def find_part(
+    path: Path,
+    load_mode: str,
+    layer_start: int,
+    layer_end: int,
+    *,
+    manifest_sha256: str | None = None,
+    progress: Progress | None = None,
+    verify: bool = True,
+) -> SliceInfo:
+    """The file with layers ``[layer_start, layer_end)`` of a model, as a load mode says.
+
+    ``runtime-slice`` cuts them out of a GGUF model, once; ``artifact-slice`` takes a file that has
+    just these; ``layer-package`` puts them together, once, from the parts of a package that have them.
+    Blocks; safe from any thread.
+
+    Args:
+        manifest_sha256: what the package's manifest has to be, in hex; None: anything.
+        verify: check the SHA-256 of a package's parts, once for each state of them.
+
+    Raises:
+        ModelError: as :func:`~skippy.models.ensure_slice`; or ``path`` is not what the mode loads.
+    """
+    if load_mode == LAYER_PACKAGE:
+        _check_package(path, manifest_sha256)
+    elif is_package(path):
+        raise PackageError(
+            path, f"is a layer package, which load_mode {load_mode} does not load; use layer-package"
+        )
+    elif load_mode == ARTIFACT_SLICE:
+        return _artifact(path, layer_start, layer_end)
+    return ensure_slice(path, layer_start, layer_end, progress=progress, verify=verify)
+
+
+def _check_package(path: Path, manifest_sha256: str | None) -> None:
+    if not is_package(path):
+        there = "there is no such folder" if not path.exists() else f"it has no {MANIFEST}"
+        raise PackageError(path, f"is no layer package: {there}; `skippy package` makes one of a GGUF model")
+    found = Manifest.read(path).sha256
+    if manifest_sha256 is not None and found != manifest_sha256.lower():
+        raise PackageError(
+            path / MANIFEST, f"has SHA-256 {found}, not the one of manifest_sha256, {manifest_sha256}"
+        )
+
+
+def _artifact(path: Path, layer_start: int, layer_end: int) -> SliceInfo:
+    info = SliceInfo.from_file(path)
+    if (info.layer_start, info.layer_end) != (layer_start, layer_end):
+        raise LayerRangeError(
+            f"{path}: has layers {info.layer_start}:{info.layer_end}, and load_mode artifact-slice takes "
+            f"a file with just layers {layer_start}:{layer_end}; `skippy slice` makes one"
+        )
+    return info

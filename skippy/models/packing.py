@@ -1,0 +1,194 @@
+"""Writing a layer package."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from skippy.models.errors import GGUFError, SliceWriteError
+from skippy.models.gguf import MAX_DIMENSIONS, GGUFHeader, Metadata, TensorInfo, ValueType
+from skippy.models.info import hidden_size, is_slice, layer_count
+from skippy.models.layers import Picks
+from skippy.models.manifest import ABI, MANIFEST, SCHEMA_VERSION, Manifest
+from skippy.models.metadata import text_bytes
+from skippy.models.package import INVENTORY, part_of
+from skippy.models.parts import read_gguf
+from skippy.models.plan import PlannedTensor, SlicePlan
+from skippy.models.slicer import (
+    Progress,
+    file_sha256,
+    sync_folder,
+    temporary_prefix,
+    write_error,
+    write_plan,
+)
+
+_SHARED = ("metadata", "embeddings", "output")
+
+
+def write_package(
+    model_path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    model_id: str | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write a whole model, in one GGUF file or several, as a layer package in the new folder ``out``.
+
+    The folder appears complete and synced, or not at all. Blocks; safe from any thread.
+
+    Args:
+        model_id: what the model is called; default: the file's name without its ending.
+
+    Raises:
+        GGUFError: the model cannot be read, is a slice, or its layers are incomplete.
+        SliceWriteError: ``out`` exists already, disk full, no permission.
+    """
+    out = Path(os.path.abspath(out))
+    header = read_gguf(model_path)
+    if is_slice(header):
+        raise GGUFError(header.path, "is a slice; a package is made of the whole model")
+    parts = _share_out(header)
+    if os.path.lexists(out):
+        raise SliceWriteError(f"{out}: exists already; remove it, or name another folder")
+    temporary = out.with_name(f"{temporary_prefix(out.name)}{secrets.token_hex(4)}.tmp")
+    try:
+        for folder in ("shared", "layers"):
+            (temporary / folder).mkdir(parents=True)
+        manifest = _describe(header, model_id or header.path.stem, progress)
+        manifest |= _write_parts(header, parts, temporary, progress)
+        _write_manifest(temporary / MANIFEST, manifest)
+        for written in (temporary / "shared", temporary / "layers", temporary):
+            sync_folder(written)
+        os.rename(temporary, out)  # onto nothing: a folder that has come to be meanwhile makes it fail
+        sync_folder(out.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary)
+        if isinstance(error, OSError):
+            raise write_error(out, error, header.file_size) from error
+        raise
+    return Manifest.read(out)
+
+
+def _share_out(header: GGUFHeader) -> dict[int | str, list[TensorInfo]]:
+    """The tensors of every part: shared ones first, then layers ascending."""
+    layers = layer_count(header)
+    parts: dict[int | str, list[TensorInfo]] = {name: [] for name in _SHARED}
+    parts |= {index: [] for index in range(layers)}
+    for tensor in header.tensors.values():
+        parts[part_of(tensor.name, layers)].append(tensor)
+    empty = next((index for index in range(layers) if not parts[index]), None)
+    if empty is not None:
+        raise GGUFError(header.path, f"damaged: there are no tensors of layer {empty}")
+    return parts
+
+
+def _describe(header: GGUFHeader, model_id: str, progress: Progress | None) -> dict[str, Any]:
+    """All of the manifest but its parts; hashes the source."""
+    files = [
+        {
+            "path": file.path.name,
+            "size_bytes": file.size,
+            "sha256": file_sha256(file.path, _summed(progress, "hash", header.file_size, done)),
+        }
+        for file, done in zip(header.files, _sums(file.size for file in header.files), strict=True)
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "format": "layer-package",
+        "skippy_abi_version": ".".join(map(str, ABI)),
+        "model_id": model_id,
+        "layer_count": layer_count(header),
+        "activation_width": hidden_size(header),
+        "source_model": {
+            "path": header.path.name,
+            "sha256": files[0]["sha256"],
+            "primary_file": header.path.name,
+            "files": files,
+        },
+        "projectors": [],
+    }
+
+
+def _write_parts(
+    header: GGUFHeader, parts: dict[int | str, list[TensorInfo]], folder: Path, progress: Progress | None
+) -> dict[str, Any]:
+    plans = {place: _plan(header, place, tensors) for place, tensors in parts.items()}
+    sizes = [plan.disk_bytes for plan in plans.values()]
+    shared: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = []
+    for (place, plan), done in zip(plans.items(), _sums(sizes), strict=True):
+        name = f"layers/layer-{place:05}.gguf" if isinstance(place, int) else f"shared/{place}.gguf"
+        write_plan(plan, folder / name, _summed(progress, "write", sum(sizes), done))
+        artifact = {
+            "path": name,
+            "tensor_count": len(plan.tensors),
+            "tensor_bytes": sum(tensor.nbytes for tensor in plan.tensors),
+            "artifact_bytes": plan.file_bytes,
+            "sha256": file_sha256(folder / name),
+        }
+        if isinstance(place, int):
+            layers.append({"layer_index": place, **artifact})
+        else:
+            shared[place] = artifact
+    return {"shared": shared, "layers": layers}
+
+
+def _plan(header: GGUFHeader, place: int | str, tensors: list[TensorInfo]) -> SlicePlan:
+    """A part as a file: all of the model's metadata in one of them, in others what reading them takes."""
+    keys = ("general.architecture", "general.alignment")
+    metadata: list[Metadata | bytes] = [header.metadata[key] for key in keys if key in header.metadata]
+    if place == "metadata":
+        metadata = [*header.metadata.values(), *_inventory(header)]
+    planned = tuple(PlannedTensor(t.name, t.dims, t.type, t.nbytes, t) for t in tensors)
+    return SlicePlan(header, 0, 1, 1, Picks((), (0,), ()), (), (), tuple(metadata), planned)
+
+
+def _inventory(header: GGUFHeader) -> Iterator[bytes]:
+    """The entries that list all tensors."""
+    tensors = list(header.tensors.values())
+    sizes = [size for t in tensors for size in (*t.dims, *[0] * (MAX_DIMENSIONS - len(t.dims)))]
+    types = [tensor.type for tensor in tensors]
+    names = b"".join(text_bytes(tensor.name) for tensor in tensors)
+    for key, kind, count, data in (
+        ("tensor_names", ValueType.STRING, len(tensors), names),
+        ("tensor_types", ValueType.UINT32, len(types), struct.pack(f"<{len(types)}I", *types)),
+        ("tensor_dims", ValueType.UINT64, len(sizes), struct.pack(f"<{len(sizes)}Q", *sizes)),
+    ):
+        yield text_bytes(INVENTORY + key) + struct.pack("<IIQ", ValueType.ARRAY, kind, count) + data
+
+
+def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sums(sizes: Iterable[int]) -> list[int]:
+    """What comes before each."""
+    out, done = [], 0
+    for size in sizes:
+        out.append(done)
+        done += size
+    return out
+
+
+def _summed(progress: Progress | None, stage: str, total: int, before: int) -> Progress | None:
+    """Progress of one file as part of all."""
+    if progress is None:
+        return None
+
+    def report(_stage: str, done: int, _total: int) -> None:
+        progress(stage, min(before + done, total), total)
+
+    return report

@@ -1,0 +1,121 @@
+"""Stages of one chain, each loading its part in another way: they are stages of one model, and compute it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import pytest
+import trio
+
+from skippy import embed
+from skippy.cli.demo import DemoOptions, prepare
+from skippy.config import OpenAIOptions, StageOptions
+from skippy.models import PackageError, ensure_slice, write_package
+from tests.cli.support import run_cli
+from tests.support.cluster import toy_config, toy_topology
+from tests.support.tiny_models import write_tiny
+
+ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
+RANGES = [(0, 2), (2, 4), (4, 6)]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SKIPPY_CACHE", str(tmp_path / "cache"))
+    return write_tiny(tmp_path / "model.gguf", layers=6)
+
+
+async def answer(ranges: list[tuple[int, int]], sources: list[tuple[str, Path]]) -> str:
+    """What a chain says whose stages load their parts so."""
+    endpoints = ENDPOINTS[: len(ranges)]
+    topology = toy_topology(ranges, endpoints)
+    stages = [attrs.evolve(s, load_mode=mode) for s, (mode, _) in zip(topology.stages, sources, strict=True)]
+    topology = attrs.evolve(topology, stages=tuple(stages))
+    transport = embed.MemoryTransport()
+    options = OpenAIOptions(bind_addr="127.0.0.1:0", prefill_chunk_policy="fixed")
+    body = {"model": "toy", "prompt": "The cat sat on", "max_tokens": 12, "temperature": 0}
+    async with contextlib.AsyncExitStack() as stack:
+        for index in reversed(range(len(ranges))):
+            mode, path = sources[index]
+            config = attrs.evolve(
+                toy_config(index, ranges, endpoints, n_threads=1), load_mode=mode, model_path=str(path)
+            )
+            stage = await stack.enter_async_context(
+                embed.open_stage(config, topology, StageOptions(), transport=transport)
+            )
+        endpoint = await stack.enter_async_context(embed.open_openai(stage, options))
+        await endpoint.wait_ready()
+        async with httpx.AsyncClient(timeout=30) as http:
+            response = await http.post(endpoint.url + "/completions", json=body)
+        assert response.status_code == 200, response.text
+        text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+async def test_three_modes_in_one_chain(model: Path, tmp_path: Path) -> None:
+    package = write_package(model, tmp_path / "package").folder
+    last = ensure_slice(model, 4, 6).path
+    with trio.fail_after(60):
+        expected = await answer([(0, 6)], [("runtime-slice", model)])
+        mixed = [("runtime-slice", model), ("layer-package", package), ("artifact-slice", last)]
+        assert await answer(RANGES, mixed) == expected
+        assert await answer(RANGES, [("layer-package", package)] * 3) == expected
+        assert await answer([(0, 6)], [("layer-package", package)]) == expected
+
+
+async def test_a_damaged_part_stops_the_stage_that_needs_it(model: Path, tmp_path: Path) -> None:
+    package = write_package(model, tmp_path / "package").folder
+    part = package / "layers/layer-00003.gguf"
+    raw = bytearray(part.read_bytes())
+    raw[-1] ^= 1
+    part.write_bytes(raw)
+    sources = [("layer-package", package)] * 3
+    with trio.fail_after(60):
+        with pytest.raises(PackageError, match=r"layer-00003.gguf: is damaged or was changed"):
+            await answer(RANGES, sources)
+        config = attrs.evolve(
+            toy_config(0, [(0, 2), (2, 6)], ENDPOINTS), load_mode="layer-package", model_path=str(package)
+        )
+        async with embed.open_stage(config, transport=embed.MemoryTransport()):
+            pass  # it has no use for that part
+
+
+@pytest.mark.parametrize("mode", ["runtime-slice", "artifact-slice", "layer-package", None])
+def test_run_loads_in_the_mode_asked_for(model: Path, tmp_path: Path, mode: str | None) -> None:
+    package = write_package(model, tmp_path / "package").folder
+    source = model if mode in ("runtime-slice", "artifact-slice") else package
+    chain = prepare(DemoOptions(model=source, stages=2, bind="127.0.0.1:0", load_mode=mode))
+    try:
+        configs = [child.config for child in chain.children]
+        assert {config.load_mode for config in configs} == {mode or "layer-package"}
+        assert {stage.load_mode for stage in chain.topology.stages} == {mode or "layer-package"}
+        paths = [str(source)] * 2
+        if mode == "artifact-slice":
+            paths = [str(ensure_slice(model, start, end).path) for start, end in ((0, 3), (3, 6))]
+        assert [config.model_path for config in configs] == paths
+        assert chain.topology.model_id == source.stem
+    finally:
+        for child in chain.children:
+            for sock in child.sockets:
+                sock.close()
+
+
+def test_the_package_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "package"
+    done = run_cli(capsys, "package", model, "--out", out, "--model-id", "mine")
+    assert (done.code, done.out) == (0, f"{out}/model-package.json\n")
+    manifest: dict[str, Any] = json.loads((out / "model-package.json").read_text())
+    assert manifest["model_id"] == "mine"
+    again = run_cli(capsys, "package", model, "--out", out)
+    assert again.code == 1
+    assert again.err == f"error: {out}: exists already; remove it, or name another folder\n"
+    assert "6" in run_cli(capsys, "inspect", out).out
+    part = run_cli(capsys, "slice", out, "--layers", "2:4")
+    assert Path(part.out.strip()).read_bytes() == ensure_slice(model, 2, 4).path.read_bytes()
+    refused = run_cli(capsys, "slice", out, "--layers", "2:4", "--out", tmp_path / "x.gguf")
+    assert (refused.code, refused.err[:14]) == (2, "error: --out: ")
