@@ -140,6 +140,7 @@ class Choice:
 
     Attributes:
         generated: tokens so far, also those whose text a stop string swallows.
+        reasoned: of those, the ones of reasoning that is split off, the mark behind it included.
         finish_reason: None until :meth:`finish`.
         timings: of its generation, complete once that has ended.
     """
@@ -155,6 +156,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.generated = 0
+        self.reasoned = 0
         self.finish_reason: AnswerEnd | None = None
         self.timings = Timings()
         self._vocabulary = vocabulary
@@ -204,6 +206,7 @@ class Choice:
 
     def feed(self, token: int, position: PositionLogProbabilities | None) -> Piece | None:
         """What the next token lets out; None: nothing. ``position``: its log-probabilities, where scored."""
+        self.reasoned += self._parser is not None and self._parser.thinking
         decoded = self.take(token)
         text = self._matcher.feed(decoded)
         scores: tuple[ScoredToken, ...] = ()

@@ -121,6 +121,10 @@ class PromptBuilder:
         shaped = constraint is not None and not (tags is None and tool_format is None)
         if use.is_enforced or shaped:
             calls = None
+            if (
+                tool_format is ToolFormat.CODER
+            ):  # whose values have no grammar; such models know this one, too
+                tool_format = ToolFormat.HERMES
             if tool_format is not None:
                 calls = self._call_rules(settings, tool_format, opening + beginning)
             answer = None if constraint is None else constraint.grammar
@@ -138,6 +142,7 @@ class PromptBuilder:
             parallel=use.parallel,
             reasoning=tags,
             thinks=in_thought,
+            texts={tool.name: tool.texts for tool in use.tools} if tool_format is ToolFormat.CODER else {},
             shown=frozenset(self._marks(tool_format, tags).values()),
         )
         return ChatPrompt(tokens, reading, constraint)

@@ -31,12 +31,14 @@ class Usage:
 
     ``prompt_tokens`` counts each prompt once, however many choices continue it. ``completion_tokens`` counts
     every generated token of every choice, also those whose text a stop string swallowed, but not the
-    end-of-generation tokens. ``cached_tokens`` of the prompts were not computed for this answer.
+    end-of-generation tokens. ``cached_tokens`` of the prompts were not computed for this answer;
+    ``reasoning_tokens`` of the generated ones are no part of what is said.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class GenerationTask:
@@ -100,7 +102,8 @@ class GenerationTask:
         cached = self._cached_tokens
         if self._n == 1:
             cached = sum(choice.timings.cached_tokens for choice in self.choices)
-        return Usage(self._prompt_tokens, self._generated, cached)
+        reasoned = sum(choice.reasoned for choice in self.choices)
+        return Usage(self._prompt_tokens, self._generated, cached, reasoned)
 
     @property
     def timings(self) -> Timings:

@@ -21,7 +21,9 @@ _VALUE: Final = "qZvalueqZ"
 _SYSTEM: Final = "qZsystemqZ"
 _RESULT: Final = "qZresultqZ"
 _IDS: Final = ("qZcallid0", "qZcallid1")  # nine letters and digits: Mistral's templates take no others
-_ARGUMENTS: Final = re.compile(rf'(?<!\\)"{_KEY}"\s*:\s*"{_VALUE}"')
+_ARGUMENTS: Final = re.compile(
+    rf'(?<!\\)"{_KEY}"\s*:\s*"{_VALUE}"|<parameter={_KEY}>\s*{_VALUE}\s*</parameter>'
+)
 
 PROBE_TOOLS: Final = [
     {

@@ -40,6 +40,23 @@ class Tool:
     parameters: dict[str, Any] | None = None
     strict: bool = False
 
+    @property
+    def texts(self) -> frozenset[str]:
+        """Names of the parameters that are texts by its schema."""
+        properties = (self.parameters or {}).get("properties")
+        if not isinstance(properties, dict):
+            return frozenset()
+        return frozenset(name for name, schema in properties.items() if _is_text(schema))
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kinds, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if kinds is None and isinstance(values, list):
+        return all(isinstance(value, str) for value in values)
+    return kinds == "string" or kinds in (["string"], ["string", "null"], ["null", "string"])
+
 
 @attrs.frozen(slots=True, kw_only=True)
 class ToolUse:

@@ -71,6 +71,7 @@ async def test_chat() -> None:
         "completion_tokens": 6,
         "total_tokens": len(prompt) + 6,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from .deltas import CallArguments, CallBegin, CallBroken, CallEnd, Delta
+from .formats import PARAMETER_ENDS, PARAMETER_TAG
 from .json_scan import JsonScanner, Malformed
-from .source import Source, Steps
+from .source import Cut, Source, Steps
 
 MAX_NAME: Final = 64
 """Characters of a tool's name, as in OpenAI's API."""
 _MAX_KEY: Final = 6 * MAX_NAME + 2
+_PARAMETER_END: Final = re.compile("|".join(PARAMETER_ENDS))
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 _ARGUMENTS: Final = ("arguments", "parameters")
 _BARE_KEYS: Final = frozenset({"name", "id", "type", *_ARGUMENTS})
 """Keys of a call that nothing marks as one: an object with any other is an answer in JSON."""
@@ -33,6 +37,7 @@ class CallReader:
         names: of the tools there are; a call of another one is malformed.
         new_id: makes the id of a call.
         emit: takes what was read.
+        texts: of each tool, the parameters that are texts.
         parallel: whether there may be more than one call.
 
     Attributes:
@@ -47,7 +52,9 @@ class CallReader:
         emit: Callable[[Delta], None],
         *,
         parallel: bool = True,
+        texts: Mapping[str, Collection[str]] | None = None,
     ) -> None:
+        self._texts = texts or {}
         self._source = source
         self._names = names
         self._new_id = new_id
@@ -97,6 +104,51 @@ class CallReader:
             raise Malformed
         yield from self._stream(opened)
         self.end()
+
+    def tagged(self, name: str) -> Steps[None]:
+        """A call whose name has been read; its arguments come next, each between tags of its own."""
+        self.begin(name)
+        keys: set[str] = set()
+        self._whole("{")
+        while True:
+            yield from self._source.space()
+            if (yield from self._source.expect(PARAMETER_TAG, "</function>")) == "</function>":
+                break
+            key, _ = yield from self._source.until((">",), MAX_NAME)
+            if key in keys:
+                raise Malformed
+            self._whole(f"{', ' if keys else ''}{json.dumps(key, ensure_ascii=False)}: ")
+            keys.add(key)
+            yield from self._source.one_of("\n")
+            if key in self._texts.get(name, ()):
+                yield from self._text_value()
+            else:
+                yield from self._other_value()
+        self._whole("}")
+        self.end()
+
+    def _text_value(self) -> Steps[None]:
+        self._whole('"')
+        word = None
+        while word is None:
+            text, word = yield from self._source.before(_PARAMETER_END, PARAMETER_ENDS)
+            if text:
+                self._whole(json.dumps(text, ensure_ascii=False)[1:-1])
+            elif word is None:
+                raise Cut
+        self._whole('"')
+
+    def _other_value(self) -> Steps[None]:
+        """JSON; what is none counts as a text. Templates show Python's words for some values."""
+        parts, word = [], None
+        while word is None:
+            text, word = yield from self._source.before(_PARAMETER_END, PARAMETER_ENDS)
+            if not text and word is None:
+                raise Cut
+            parts.append(text)
+        text = "".join(parts).strip()
+        text = _PYTHON.get(text, text)
+        self._whole(text if _is_json(text) else json.dumps(text, ensure_ascii=False))
 
     def either(self, *, bare: bool = False) -> Steps[None]:
         """A call object, or an array of at least one. ``bare``: nothing has marked it."""
@@ -185,6 +237,18 @@ class CallReader:
         while not scanner.done:
             if text := (yield from self._source.scan(scanner)):
                 self._whole(text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
 
 
 def _is_object(text: str) -> bool:

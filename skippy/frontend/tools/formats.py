@@ -19,6 +19,8 @@ class ToolFormat(enum.Enum):
         ``function<｜tool▁sep｜>name`` with the arguments in a fence, or ``name<｜tool▁sep｜>{…}``.
     FUNCTIONARY: ``>>>name`` and ``{…}`` on the next line; ``>>>all`` comes before text.
     FUNCTION_TAG: ``<function=name>{…}</function>``.
+    CODER: ``<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>``: values of
+        parameters that are texts stand as they are, others as JSON. Qwen3-Coder's.
     GENERIC: an answer that is ``{"tool_calls": [{"name": …, "arguments": {…}}, …]}``, such a list alone, or
         one call, perhaps in a fence.
     """  # noqa: RUF002 (the bar of DeepSeek's tokens is theirs)
@@ -29,6 +31,7 @@ class ToolFormat(enum.Enum):
     DEEPSEEK = "deepseek"
     FUNCTIONARY = "functionary"
     FUNCTION_TAG = "function-tag"
+    CODER = "coder"
     GENERIC = "generic"
 
 
@@ -67,6 +70,8 @@ DEEPSEEK_WORDS: Final = tuple(
 
 FUNCTIONARY_SEPARATOR: Final = ">>>"
 FUNCTION_TAG: Final = "<function="
+PARAMETER_TAG: Final = "<parameter="
+PARAMETER_ENDS: Final = ("\n</parameter>", "</parameter>")
 
 # In this order: the first format of which one text stands in the template. One that has none of them is
 # GENERIC, whether or not it has room for tools.
@@ -74,6 +79,7 @@ _SIGNS: Final[tuple[tuple[ToolFormat, tuple[str, ...]], ...]] = (
     (ToolFormat.DEEPSEEK, tuple(words.calls_begin for words in DEEPSEEK_WORDS)),
     (ToolFormat.MISTRAL, (TOOL_CALLS,)),
     (ToolFormat.FUNCTIONARY, (">>>all", "'>>>'", '">>>"')),
+    (ToolFormat.CODER, (PARAMETER_TAG,)),
     (ToolFormat.HERMES, tuple(CALL_TAGS)),
     (ToolFormat.FUNCTION_TAG, (FUNCTION_TAG,)),
     (ToolFormat.LLAMA3, (PYTHON_TAG, '"parameters": dictionary', "<|start_header_id|>ipython")),
@@ -117,6 +123,8 @@ def marks(tools: ToolFormat | None, reasoning: ReasoningTags | None) -> tuple[st
         found += [reasoning.begin, reasoning.end]
     if tools is ToolFormat.HERMES:
         found += [*CALL_TAGS, *CALL_TAGS.values()]
+    elif tools is ToolFormat.CODER:
+        found += [*CALL_TAGS, *CALL_TAGS.values(), FUNCTION_TAG, "</function>", PARAMETER_TAG, "</parameter>"]
     elif tools is ToolFormat.LLAMA3:
         found.append(PYTHON_TAG)
     elif tools is ToolFormat.MISTRAL:

@@ -7,7 +7,15 @@ stay unread.
 from __future__ import annotations
 
 from .calls import MAX_NAME, CallReader
-from .formats import ARGS, CALL_ID, CALL_TAGS, FUNCTIONARY_SEPARATOR, PYTHON_TAG, DeepSeekWords
+from .formats import (
+    ARGS,
+    CALL_ID,
+    CALL_TAGS,
+    FUNCTION_TAG,
+    FUNCTIONARY_SEPARATOR,
+    PYTHON_TAG,
+    DeepSeekWords,
+)
 from .json_scan import Malformed
 from .source import Source, Steps
 
@@ -87,6 +95,23 @@ def function_tag(source: Source, calls: CallReader) -> Steps[None]:
     yield from calls.named(name.strip())
     yield from source.space()
     yield from source.closing("</function>")
+
+
+def coder(source: Source, calls: CallReader, opener: str) -> Steps[None]:
+    """Functions with tags around their arguments, or objects; models forget the outermost tag."""
+    inside = opener != FUNCTION_TAG
+    if inside and (yield from source.space()) == "{":
+        yield from tagged(source, calls, opener)
+        return
+    if inside:
+        yield from source.expect(FUNCTION_TAG)
+    more: str | None = FUNCTION_TAG
+    while more:
+        name, _ = yield from source.until((">",), MAX_NAME)
+        yield from calls.tagged(name.strip())
+        yield from source.space()
+        more = (yield from source.one_of(FUNCTION_TAG)) if inside else None
+    yield from source.closing(CALL_TAGS[opener] if inside else "</tool_call>")
 
 
 def generic(source: Source, calls: CallReader) -> Steps[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Literal
 
 from . import layouts
@@ -93,9 +93,11 @@ class OutputParser:
         parallel: whether it may call more than one; if not, the answer ends with the first.
         reasoning: how it marks reasoning; None: nothing is taken for such.
         thinks: the prompt ends within reasoning, so the answer begins there.
+        texts: of each tool, the parameters that are texts, for formats in which that does not show.
         new_id: makes calls' ids.
 
     Attributes:
+        thinking: what comes is reasoning, as far as that is known.
         done: the rest of the answer is not wanted.
         transparent: all that comes is content as it is, and need not be fed.
     """
@@ -108,6 +110,7 @@ class OutputParser:
         parallel: bool = True,
         reasoning: ReasoningTags | None = None,
         thinks: bool = False,
+        texts: Mapping[str, Collection[str]] | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         if new_id is None:
@@ -117,10 +120,11 @@ class OutputParser:
         self._thinks = thinks
         self._deltas: list[Delta] = []
         self._source = Source()
-        self._calls = CallReader(self._source, names, new_id, self._take, parallel=parallel)
+        self._calls = CallReader(self._source, names, new_id, self._take, parallel=parallel, texts=texts)
         self._content = _Text(lambda text: self._deltas.append(Content(text)))
         self._steps = self._answer()
         self._finished = False
+        self.thinking = False
         self.done = False
         self.transparent = False
         self._go_on()
@@ -198,6 +202,10 @@ class OutputParser:
                 )
             case ToolFormat.FUNCTION_TAG:
                 yield from self._marked((FUNCTION_TAG,), lambda _: layouts.function_tag(source, calls))
+            case ToolFormat.CODER:
+                yield from self._marked(
+                    (*CALL_TAGS, FUNCTION_TAG), lambda tag: layouts.coder(source, calls, tag)
+                )
             case ToolFormat.GENERIC:
                 yield from self._attempt("", layouts.generic(source, calls))
                 yield from self._all_text()
@@ -215,11 +223,13 @@ class OutputParser:
         words = (tags.end,)
         pattern = _pattern(words)
         word = None
+        self.thinking = True
         while word is None:
             text, word = yield from self._source.before(pattern, words)
             thought.say(text)
             if not text and word is None:
                 raise Cut
+        self.thinking = False
         self._content.skips = True
 
     def _all_text(self) -> Steps[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from .formats import ReasoningTags, ToolFormat
@@ -13,6 +15,7 @@ class AnswerReading:
     """What a parser of one answer has to know; see :class:`OutputParser`.
 
     Attributes:
+        texts: of each tool, the parameters that are texts.
         shown: control tokens that the parser looks for, so their texts must be in what it is fed. All other
             control tokens have no text.
     """
@@ -22,9 +25,15 @@ class AnswerReading:
     parallel: bool = True
     reasoning: ReasoningTags | None = None
     thinks: bool = False
+    texts: Mapping[str, frozenset[str]] = attrs.field(factory=dict)
     shown: frozenset[int] = frozenset()
 
     def parser(self) -> OutputParser:
         return OutputParser(
-            self.tools, self.names, parallel=self.parallel, reasoning=self.reasoning, thinks=self.thinks
+            self.tools,
+            self.names,
+            parallel=self.parallel,
+            reasoning=self.reasoning,
+            thinks=self.thinks,
+            texts=self.texts,
         )

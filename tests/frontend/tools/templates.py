@@ -57,6 +57,50 @@ QWEN3 = (
 {% endif %}"""
 )
 
+# Qwen3-Coder: functions and parameters in tags of their own; texts stand as they are.
+QWEN3_CODER = """\
+{%- macro items(arguments) %}
+{%- for key, value in arguments.items() %}
+<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{%- endfor %}
+{%- endmacro %}
+{%- if messages[0].role == 'system' or tools -%}
+<|im_start|>system
+{{ messages[0].content if messages[0].role == 'system' else 'You are helpful.' }}
+{%- for tool in tools or [] %}
+<function><name>{{ tool.function.name }}</name>{{ tool.function.parameters | tojson }}</function>
+{%- endfor %}<|im_end|>
+{%- endif %}
+{%- for message in messages %}
+{%- if loop.first and message.role == 'system' %}
+{%- elif message.role == 'assistant' and message.tool_calls %}
+<|im_start|>assistant
+{%- if message.content %}
+{{ message.content }}
+{%- endif %}
+{%- for call in message.tool_calls %}
+<tool_call>
+<function={{ call.function.name }}>
+{{- items(call.function.arguments) }}
+</function>
+</tool_call>
+{%- endfor %}<|im_end|>
+{%- elif message.role == 'tool' %}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{%- else %}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}"""
+
 # Llama 3.1: one call in an answer, results as the role ipython, tools in the first user message.
 LLAMA3 = """\
 {{- bos_token }}

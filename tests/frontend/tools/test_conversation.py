@@ -119,6 +119,7 @@ ALL = TemplateFeatures(
                 tools=True, system=True, calls=True, parallel_calls=True, results=True, null_content=True
             ),
         ),
+        (templates.QWEN3_CODER, "coder", ALL),
         (templates.GEMMA, "generic", TemplateFeatures()),
         (None, "generic", TemplateFeatures(system=True)),
         ("{{ messages[0].content }}{% if 0 %}tools{% endif %}", "generic", TemplateFeatures(system=True)),

@@ -85,6 +85,42 @@ async def test_calls_whole_and_streamed() -> None:
     assert prompt.count("<tool_response>\nsunny") == 2
 
 
+CODER_CALLS = (
+    'Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nKöln\nam "Rhein"\n</parameter>\n'
+    "<parameter=days>\n[1, 2]\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=add>\n</function>\n</tool_call>"
+)
+
+
+async def test_calls_with_tags_around_their_arguments() -> None:
+    """As Qwen3-Coder writes them; a call that is enforced is written as Hermes does."""
+    generator = scripted(CODER_CALLS, templates.QWEN3_CODER)
+    async with serving(generator) as url, asynchronous(url) as one:
+        whole = await one.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS)
+        async with one.chat.completions.stream(model=MODEL, messages=ASK, tools=TOOLS) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+        back: Any = whole.choices[0].message
+        results: Any = [{"role": "tool", "tool_call_id": made.id, "content": "x"} for made in back.tool_calls]
+        await one.chat.completions.create(model=MODEL, messages=[*ASK, back, *results], tools=TOOLS)
+        shown = generator.requests[-1]
+        await one.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required")
+    for choice in (whole.choices[0], final.choices[0]):
+        made: Any = choice.message.tool_calls
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in made] == [
+            ("weather", {"city": 'Köln\nam "Rhein"', "days": [1, 2]}),
+            ("add", {}),
+        ]
+        assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(deltas) > 10
+    prompt = bytes(token for token in shown.prompt if token < 256).decode()
+    assert '<parameter=city>\nKöln\nam "Rhein"\n</parameter>' in prompt
+    constraint = generator.requests[-1].constraint
+    assert constraint is not None
+    assert '\\"name\\": \\"weather\\"' in constraint.grammar
+
+
 async def test_chunks_of_a_call() -> None:
     body = chat_body(stream=True, tools=TOOLS)
     async with client(scripted('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')) as http:
@@ -172,7 +208,8 @@ THOUGHTS = "<think>\nHm, Köln.\n</think>\n\nSunny 🌞 there."
 async def test_reasoning_whole_and_streamed() -> None:
     async with serving(scripted(THOUGHTS, templates.QWEN3)) as url, asynchronous(url) as one:
         create = one.chat.completions.create
-        message: Any = (await create(model=MODEL, messages=ASK)).choices[0].message
+        whole = await create(model=MODEL, messages=ASK)
+        message: Any = whole.choices[0].message
         stream = await create(model=MODEL, messages=ASK, stream=True)
         deltas: list[Any] = [chunk.choices[0].delta async for chunk in stream]
         none = await create(model=MODEL, messages=ASK, extra_body={"reasoning_format": "none"})
@@ -185,6 +222,13 @@ async def test_reasoning_whole_and_streamed() -> None:
     assert len(list(filter(None, reasoning))) > 5
     assert "".join(delta.content or "" for delta in deltas) == "Sunny 🌞 there."
     assert none.choices[0].message.content == THOUGHTS
+    # One token for each byte: what is thought, and the mark behind it.
+    thought = len(THOUGHTS.partition("</think>")[0].encode()) - len("<think>") + len("</think>")
+    for usage, expected in ((whole.usage, thought), (none.usage, 0)):
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == expected
+        assert usage.completion_tokens == len(THOUGHTS.encode())
 
 
 async def test_reasoning_that_the_template_opens() -> None:

@@ -247,6 +247,70 @@ def test_arguments_as_a_string_of_json() -> None:
     assert answer(F.HERMES, text).calls == (call("add", '{"a": "\\u00e9"}'),)
 
 
+CODER_TEXTS = {"weather": ["city"]}
+CODER_CALL = (
+    "<function=weather>\n<parameter=city>\n%s\n</parameter>\n<parameter=days>\n%s\n</parameter>\n</function>"
+)
+CODER: list[tuple[str, str, str]] = [
+    ("Paris", "3", '{"city": "Paris", "days": 3}'),
+    (
+        '"a"\n\n<b>\\ 7 </parameter',
+        "[1,\n {}]",
+        '{"city": "\\"a\\"\\n\\n<b>\\\\ 7 </parameter", "days": [1,\n {}]}',
+    ),
+    ("", "True", '{"city": "", "days": true}'),
+    ("7", "so many", '{"city": "7", "days": "so many"}'),
+    ("null", "NaN", '{"city": "null", "days": "NaN"}'),
+    ("é🌞", "[" * 5000, '{"city": "é🌞", "days": "%s"}' % ("[" * 5000)),
+]
+
+
+@pytest.mark.parametrize(("city", "days", "arguments"), CODER)
+@pytest.mark.parametrize("form", ["<tool_call>\n{}\n</tool_call>", "{}", "<tool_call>{}", "{}\n</tool_call>"])
+def test_calls_with_tags_around_their_arguments(form: str, city: str, days: str, arguments: str) -> None:
+    text = (
+        "Well.\n"
+        + form.replace("{}", CODER_CALL % (city, days))
+        + "\n"
+        + form.replace("{}", "<function=add></function>")
+    )
+    for pieces in ([text], list(text)):
+        ids = itertools.count()
+        one = OutputParser(F.CODER, NAMES, texts=CODER_TEXTS, new_id=lambda ids=ids: f"id{next(ids)}")  # type: ignore[misc]
+        found = collect(run(one, pieces))
+        assert found == Answer("Well.", "", (call("weather", arguments), call("add", "{}", 1)))
+        assert json.loads(found.calls[0].arguments)
+        assert one.finish_reason("stop") == "tool_calls"
+
+
+def test_a_text_between_tags_comes_as_it_is_written() -> None:
+    one = OutputParser(F.CODER, NAMES, texts=CODER_TEXTS, new_id=lambda: "id0")
+    assert one.feed("<function=weather>") == [CallBegin(0, "id0", "weather"), CallArguments(0, "{")]
+    assert one.feed("<parameter=city>\nPa")[-1] == CallArguments(0, "Pa")
+    assert one.feed("r\n") == [CallArguments(0, "r")]
+    assert one.feed("is") == [CallArguments(0, "\\nis")]
+    # The answer ends in the middle of it.
+    assert collect(one.finish()) == Answer("", "", ())
+    assert one.finish_reason("length") == "length"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=nobody></function>\n</tool_call>",
+        "<function=add><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+        "<function=add>{}</function>",
+        "<tool_call>text",
+        "<function=" + "x" * 100,
+    ],
+)
+def test_tags_that_are_no_call_are_content(text: str) -> None:
+    for pieces in ([text], list(text)):
+        one = OutputParser(F.CODER, NAMES)
+        assert collect(run(one, pieces)) == Answer(text, "", ())
+        assert one.finish_reason("stop") == "stop"
+
+
 def test_no_tools_no_calls() -> None:
     text = '<tool_call>{"name": "add"}</tool_call> [TOOL_CALLS] '
     assert answer(None, text) == Answer(text, "", ())
