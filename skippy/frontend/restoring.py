@@ -142,7 +142,7 @@ class Restorer:
     def _audit(self, namespace: str, tokens: tuple[int, ...]) -> Plan | None:
         assert self._cache is not None
         match = self._cache.index.match(namespace, tokens)
-        if match is None or match.entry.sequence is None:  # a state alone is not compared
+        if match is None:
             return None
         schedule, audited = [], 0
         for size in match.entry.schedule[:MAX_AUDIT_CHUNKS]:

@@ -130,6 +130,8 @@ def resolve(
             )
     if config.directory is not None and not exportable:
         warnings.append("kv_cache.directory has no effect: the state of this model cannot be exported")
+    if config.audit_rate and not sliceable:
+        warnings.append("kv_cache.audit_rate has no effect: this model's state cannot be compared in part")
     settings = KvSettings(
         payload=payload,
         lookup=config.mode == "lookup-record",
@@ -144,7 +146,7 @@ def resolve(
         activation_max_bytes=config.activation_max_bytes,
         directory=config.directory if exportable else None,
         directory_max_bytes=config.directory_max_bytes,
-        audit_rate=config.audit_rate,
+        audit_rate=config.audit_rate if sliceable else 0.0,
     )
     return Resolution(settings, tuple(warnings))
 

@@ -8,7 +8,8 @@ from typing import Final
 from skippy.engine import EngineError
 from skippy.kv.entries import cut_schedule
 
-from .keeping import Reference, StageCache, log
+from .keeping import KvEntry, Reference, StageCache, log
+from .states import StateLost
 
 AUDIT_TOLERANCE: Final = 2.0
 """Largest difference of a number in the cache that passes where chunks or batches were not the same.
@@ -29,25 +30,26 @@ async def audit(
     """Compare what is remembered of ``tokens`` with a sequence that holds them and perhaps more.
 
     Bit by bit where both were computed alone and in the same chunks, else within AUDIT_TOLERANCE. What
-    differs is remembered no more.
+    differs is remembered no more. An exported state is imported for it, if there is an empty sequence or one
+    that is kept.
 
     Args:
         schedule, alone: how the sequence was computed, as :class:`~skippy.kv.entries.Entry` has it.
     """
     match = cache.index.match(namespace, tokens)
-    if match is None or (remembered := match.entry.sequence) is None:
+    if match is None:
         return
     entry, length, counters = match.entry, match.length, cache.index.counters
     chunks, whole = cut_schedule(entry.schedule, length)
     exact = alone and entry.alone and whole and chunks == cut_schedule(schedule, length)[0]
     with Reference(cache, entry):
         try:
-            difference = await cache.scheduler.run(
-                lambda engine: engine.difference(sequence, remembered, length)
-            )
-        except (EngineError, ValueError) as exc:
-            log.warning("a remembered prefix could not be audited", tokens=length, error=str(exc))
+            difference = await _difference(cache, entry, sequence, length)
+        except (EngineError, StateLost, ValueError) as exc:
+            cache.warnings.tell("a remembered prefix could not be audited", tokens=length, error=str(exc))
             return
+    if difference is None:
+        return
     counters.audits += 1
     counters.largest_difference = max(counters.largest_difference, difference)
     if difference <= (0.0 if exact else AUDIT_TOLERANCE):
@@ -61,3 +63,23 @@ async def audit(
     )
     if not entry.removed:
         cache.forget(entry)
+
+
+async def _difference(cache: StageCache, entry: KvEntry, sequence: int, length: int) -> float | None:
+    """How far an entry is from what ``sequence`` holds; None where there is no room to find out.
+
+    Raises:
+        EngineError, StateLost: its state cannot be imported, and is forgotten.
+        ValueError: one of them is shorter than ``length``.
+    """
+    remembered, scheduler = entry.sequence, cache.scheduler
+    if remembered is not None:
+        return await scheduler.run(lambda engine: engine.difference(sequence, remembered, length))
+    imported = scheduler.take_sequence()
+    if imported is None:
+        return None
+    try:
+        await cache.import_state(entry, imported)
+        return await scheduler.run(lambda engine: engine.difference(sequence, imported, length))
+    finally:
+        scheduler.release_sequence(imported)

@@ -176,6 +176,7 @@ class Holding:
     async def compare(self, sequence: int, history: Sequence[int]) -> None:
         """Audit what is remembered of the first ``audit`` tokens: it should be what the sequence has now."""
         length, self.audit = self.audit, 0
+        self._schedule = self._audited  # which is how it was computed, if it is kept
         schedule, whole = cut_schedule(self._audited + (1,) * len(history), length)
         alone = self.alone and whole
         await audit(self.cache, self.namespace, history[:length], sequence, schedule=schedule, alone=alone)

@@ -89,6 +89,7 @@ class StageCache:
         states: what has become of sequences that had to go; None: nothing.
         activations: boundary rows of prefills; None on a last stage, and where none are kept.
         cells: positions of the pool that all sequences share; None: each has room of its own.
+        warnings: those that every request may give cause for.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class StageCache:
     ) -> None:
         self.activations = activations
         self._cells = cells
-        self._warnings = RareWarnings(log)
+        self.warnings = RareWarnings(log)
         self.states: StateTier | None = None
         self.scheduler = scheduler
         self.index = index
@@ -186,7 +187,7 @@ class StageCache:
             self.scheduler.post(restored.copy)
             return restored
         try:
-            await self._import(entry, target)
+            await self.import_state(entry, target)
         except BaseException as exc:
             self.scheduler.release_sequence(target)
             if not isinstance(exc, (EngineError, ValueError, StateLost)):
@@ -213,11 +214,15 @@ class StageCache:
 
     def _failed(self, length: int, exc: BaseException) -> RestoreFailed:
         self.index.counters.errors += 1
-        self._warnings.tell("a remembered prefix could not be restored", tokens=length, error=str(exc))
+        self.warnings.tell("a remembered prefix could not be restored", tokens=length, error=str(exc))
         return RestoreFailed(str(exc))
 
-    async def _import(self, entry: KvEntry, target: int) -> None:
-        """What cannot be imported once never can, and is forgotten."""
+    async def import_state(self, entry: KvEntry, target: int) -> None:
+        """Put an entry's state into an empty sequence. One that cannot be imported once never can: it goes.
+
+        Raises:
+            EngineError, StateLost: so it was; the sequence is empty.
+        """
         state = entry.state
         assert state is not None
         assert self.states is not None
@@ -249,7 +254,8 @@ class StageCache:
         """
         if self.settings.payload == "full-state":
             if self.states is not None and entry.length >= self.settings.min_tokens:
-                self.states.checkpoint(entry.namespace, entry.tokens, entry.schedule, sequence)
+                space, path, chunks, alone = entry.namespace, entry.tokens, entry.schedule, entry.alone
+                self.states.checkpoint(space, path, chunks, sequence, alone=alone)
             self.drop(sequence, entry)
             return
         if not self.index.keep(entry):

@@ -106,10 +106,16 @@ class StateTier:
         self._export(path, entry.sequence)
 
     def checkpoint(
-        self, namespace: str, tokens: Sequence[int], schedule: tuple[int, ...], sequence: int
+        self,
+        namespace: str,
+        tokens: Sequence[int],
+        schedule: tuple[int, ...],
+        sequence: int,
+        *,
+        alone: bool = False,
     ) -> None:
         """Begin to store what a session's sequence holds now: ``tokens``, and nothing behind them."""
-        self._export(_Path(None, namespace, array("i", tokens), schedule, False), sequence)
+        self._export(_Path(None, namespace, array("i", tokens), schedule, alone), sequence)
 
     def _export(self, path: _Path, sequence: int) -> None:
         info, limit = self._scheduler.info, self._limit()

@@ -228,6 +228,19 @@ def test_a_payload_that_the_model_cannot_have_is_a_warning_and_no_cache(
     assert warning.startswith(f"the prefix cache is off: {why}")
 
 
+def test_an_audit_rate_for_what_cannot_be_compared_in_part() -> None:
+    asked = attrs.evolve(ON, audit_rate=0.5)
+    resolution = resolved(asked, sliceable=False)
+    assert resolution.settings is not None
+    assert resolution.settings.audit_rate == 0.0
+    assert resolution.warnings == (
+        "kv_cache.audit_rate has no effect: this model's state cannot be compared in part",
+    )
+    kept = resolved(asked)
+    assert kept.settings is not None
+    assert (kept.settings.audit_rate, kept.warnings) == (0.5, ())
+
+
 def test_limits() -> None:
     for asked, taken in ((0, 1), (1, 1), (512, 512), (513, 512)):
         resolution = resolved(attrs.evolve(ON, max_entries=asked))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import trio
+import trio.testing
 
+from skippy.engine.base import StateBytes
 from skippy.protocol import ReplyKind
 from skippy.stage import GenerationSettings
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
@@ -96,8 +100,61 @@ async def test_an_audit_finds_a_changed_number(index: int) -> None:
             assert await audited(driver, PROMPT, LAST) == unsplit_tokens(PROMPT, 1)
             failures = [each.audit_failures for each in counters(cluster)]
             assert failures == [int(each == index) for each in range(3)]
+            for each in range(3):
+                entries = cache_of(cluster, each).index.entries()
+                made = [(*CHUNKS, 1)] if each == index else [(*CHUNKS, 1, 1, 1), (*CHUNKS, 1)]
+                assert [(entry.schedule, entry.alone) for entry in entries] == [(way, True) for way in made]
             answer = await complete(driver, PROMPT, 6)
             assert (answer.restored, answer.tokens) == (LAST, unsplit_tokens(PROMPT, 6))
+            await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("spoilt", [None, 0, 1, 2])
+async def test_exported_states_are_compared_too(
+    spoilt: int | None, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequence by sequence: one that is wrong on one stage is forgotten there."""
+    kv = {"payload": "full-state", "directory": str(tmp_path) if on_disk else None}
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(3, kv=kv, inline=True, lane_count=2) as cluster,
+            driver_of(cluster) as driver,
+        ):
+            await complete(driver, PROMPT, 3)
+            await trio.testing.wait_all_tasks_blocked()
+            if spoilt is not None:
+                engine = cluster.engines[spoilt]
+                real = engine.import_state
+
+                def wrong(sequence: int, state: StateBytes) -> None:
+                    real(sequence, state)
+                    engine._sums[sequence][0, 5, 0] ^= 1
+
+                monkeypatch.setattr(engine, "import_state", wrong)
+            for _ in range(2):
+                assert await audited(driver, PROMPT, LAST) == unsplit_tokens(PROMPT, 1)
+                await trio.testing.wait_all_tasks_blocked()
+            monkeypatch.undo()
+            for index, each in enumerate(counters(cluster)):
+                assert each.audits == 2
+                assert each.audit_failures == (2 if index == spoilt else 0)
+            answer = await complete(driver, PROMPT, 6)
+            assert answer.tokens == unsplit_tokens(PROMPT, 6)
+            await wait_for_sequences(cluster)
+
+
+async def test_a_stage_without_a_sequence_to_spare_compares_no_states() -> None:
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(1, kv={"payload": "full-state"}, inline=True, lane_count=1) as cluster,
+            driver_of(cluster) as driver,
+        ):
+            await complete(driver, PROMPT, 3)
+            await trio.testing.wait_all_tasks_blocked()
+            assert await audited(driver, PROMPT, LAST) == unsplit_tokens(PROMPT, 1)
+            assert counters(cluster)[0].audits == 0
+            assert (await complete(driver, PROMPT, 1)).restored == LAST
             await wait_for_sequences(cluster)
 
 
