@@ -41,7 +41,7 @@ from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
-from skippy.models import Progress, SliceInfo, find_part, read_model, weights_sha256
+from skippy.models import Progress, SliceInfo, find_part, local_path, read_model, weights_sha256
 from skippy.stage import (
     ENDING_SECS,
     ControlPiece,
@@ -200,9 +200,10 @@ async def _find_slice(
         if progress is not None:
             progress(what, done, total)
 
-    path = Path(config.model_path)
+    model = config.model_path
 
     def find() -> tuple[SliceInfo, ModelIdentity]:
+        path = local_path(model, (config.layer_start, config.layer_end), report)
         if config.native_mtp_enabled:
             check_mtp(path)
         part = find_part(

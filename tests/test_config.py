@@ -162,7 +162,7 @@ def test_wrong_keys_and_types(change: dict[str, Any], text: str) -> None:
         ({"model_path": None}, "model_path: is missing"),
         (
             {"load_mode": "layer-package", "model_path": None},
-            "model_path: is missing; load_mode layer-package needs a folder with model-package.json",
+            "model_path: is missing; load_mode layer-package needs a folder with model-package.json, or",
         ),
         ({"manifest_sha256": "0" * 64}, "manifest_sha256: has no effect with load_mode runtime-slice"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from skippy.config import OpenAIOptions, StageOptions
 from skippy.models import PackageError, ensure_slice, write_package
 from tests.cli.support import run_cli
 from tests.support.cluster import toy_config, toy_topology
+from tests.support.hub import Hub, serving
 from tests.support.tiny_models import write_tiny
 
 ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
@@ -30,7 +32,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_tiny(tmp_path / "model.gguf", layers=6)
 
 
-async def answer(ranges: list[tuple[int, int]], sources: list[tuple[str, Path]]) -> str:
+async def answer(ranges: list[tuple[int, int]], sources: list[tuple[str, Path | str]]) -> str:
     """What a chain says whose stages load their parts so."""
     endpoints = ENDPOINTS[: len(ranges)]
     topology = toy_topology(ranges, endpoints)
@@ -59,6 +61,7 @@ async def answer(ranges: list[tuple[int, int]], sources: list[tuple[str, Path]])
 
 async def test_three_modes_in_one_chain(model: Path, tmp_path: Path) -> None:
     package = write_package(model, tmp_path / "package").folder
+    mixed: list[tuple[str, Path | str]]
     last = ensure_slice(model, 4, 6).path
     with trio.fail_after(60):
         expected = await answer([(0, 6)], [("runtime-slice", model)])
@@ -68,13 +71,65 @@ async def test_three_modes_in_one_chain(model: Path, tmp_path: Path) -> None:
         assert await answer([(0, 6)], [("layer-package", package)]) == expected
 
 
+async def test_stages_take_their_parts_from_a_hub(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKIPPY_HF_PACKAGE_CACHE", str(tmp_path / "hub"))
+    package = write_package(model, tmp_path / "package").folder
+    with serving(Hub()) as hub, trio.fail_after(60):
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.publish("me/model", package)
+        files = tmp_path / "files"
+        files.mkdir()
+        shutil.copy(model, files)
+        hub.publish("me/file", files)
+        config = attrs.evolve(
+            toy_config(1, RANGES, ENDPOINTS), load_mode="layer-package", model_path="hf://me/model"
+        )
+        async with embed.open_stage(config, transport=embed.MemoryTransport()):
+            assert [name for name in hub.names if name.startswith("layers/")] == [
+                "layers/layer-00002.gguf",
+                "layers/layer-00003.gguf",
+            ]
+        sources: list[tuple[str, Path | str]] = [("layer-package", "hf://me/model")] * 2
+        expected = await answer([(0, 6)], [("runtime-slice", model)])
+        assert await answer(RANGES, [*sources, ("runtime-slice", "hf://me/file")]) == expected
+
+
+def test_the_fetch_command(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SKIPPY_HF_PACKAGE_CACHE", str(tmp_path / "hub"))
+    with serving(Hub()) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.publish("me/model", write_package(model, tmp_path / "package").folder, "v1")
+        part = run_cli(capsys, "fetch", "hf://me/model:v1", "--layers", "5:6")
+        assert part.code == 0, part.err
+        assert "layers/layer-00000.gguf" not in hub.names
+        folder = Path(part.out.strip())
+        assert run_cli(capsys, "fetch", "hf://me/model:v1").out == part.out
+        assert sorted(p.name for p in (folder / "layers").iterdir()) == sorted(
+            p.name for p in (tmp_path / "package/layers").iterdir()
+        )
+        missing = run_cli(capsys, "fetch", "hf://me/model")
+        assert (missing.code, missing.err) == (1, "error: hf://me/model:main: no such revision in me/model\n")
+        assert run_cli(capsys, "fetch", "me/model").code == 1
+        hint = run_cli(capsys, "inspect", "hf://me/model")
+        assert (hint.code, "`skippy fetch hf://me/model` brings it here" in hint.err) == (2, True)
+        chain = prepare(DemoOptions(model="hf://me/model:v1", stages=2, bind="127.0.0.1:0"))
+        assert {child.config.load_mode for child in chain.children} == {"layer-package"}
+        for child in chain.children:
+            for sock in child.sockets:
+                sock.close()
+
+
 async def test_a_damaged_part_stops_the_stage_that_needs_it(model: Path, tmp_path: Path) -> None:
     package = write_package(model, tmp_path / "package").folder
     part = package / "layers/layer-00003.gguf"
     raw = bytearray(part.read_bytes())
     raw[-1] ^= 1
     part.write_bytes(raw)
-    sources = [("layer-package", package)] * 3
+    sources: list[tuple[str, Path | str]] = [("layer-package", package)] * 3
     with trio.fail_after(60):
         with pytest.raises(PackageError, match=r"layer-00003.gguf: is damaged or was changed"):
             await answer(RANGES, sources)
@@ -98,7 +153,7 @@ def test_run_loads_in_the_mode_asked_for(model: Path, tmp_path: Path, mode: str 
         if mode == "artifact-slice":
             paths = [str(ensure_slice(model, start, end).path) for start, end in ((0, 3), (3, 6))]
         assert [config.model_path for config in configs] == paths
-        assert chain.topology.model_id == source.stem
+        assert chain.topology.model_id == "model"
     finally:
         for child in chain.children:
             for sock in child.sockets:

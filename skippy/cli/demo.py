@@ -24,10 +24,13 @@ from skippy.models import (
     ARTIFACT_SLICE,
     LAYER_PACKAGE,
     RUNTIME_SLICE,
+    Manifest,
     ModelSummary,
+    fetch,
     find_part,
     inspect_model,
     is_package,
+    is_reference,
     load_mode_of,
 )
 from skippy.topology import (
@@ -117,7 +120,11 @@ def context_size(summary: ModelSummary, asked: int | None) -> int:
 
 def prepare(options: DemoOptions) -> Chain:
     """Read and cut the model, take the ports, and describe the children. Nothing is started."""
-    model = Path(os.path.abspath(find_model(options.model)))
+    if options.model is not None and is_reference(options.model):
+        with SliceProgress(str(options.model)) as progress:
+            model = fetch(str(options.model), progress=progress)
+    else:
+        model = Path(os.path.abspath(find_model(options.model)))
     summary = inspect_model(model)
     mode = options.load_mode or load_mode_of(model)
     ranges = plan_layers(summary.slice.layer_count, options.stages, options.splits)
@@ -159,7 +166,7 @@ def _describe(
         ranges,
         [endpoint_of(listener) for listener in stage_listeners],
         topology_id=run_id,
-        model_id=options.model_id or (model.name if mode == LAYER_PACKAGE else model.stem),
+        model_id=options.model_id or (Manifest.read(model).model_id if mode == LAYER_PACKAGE else model.stem),
         load_mode=mode,
     )
     configs = make_stage_configs(

@@ -27,6 +27,7 @@ for command in (
     models.inspect,
     models.slice_,
     models.package,
+    models.fetch_,
     serve.serve_binary,
     serve.serve_openai,
     serve.serve,

@@ -11,8 +11,10 @@ from skippy.models import (
     ModelSummary,
     SliceInfo,
     ensure_slice,
+    fetch,
     inspect_model,
     is_package,
+    is_reference,
     read_gguf,
     write_package,
     write_slice,
@@ -23,7 +25,17 @@ from .ending import ending_in_order
 from .errors import SettingError
 from .progress import SliceProgress
 
-MODEL = click.argument("model", type=click.Path(path_type=Path))
+
+class _LocalPath(click.Path):
+    """A path; of a model on a hub, the one that `fetch` prints has to be given."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if is_reference(value):
+            self.fail(f"{value} is on a hub; `skippy fetch {value}` brings it here and prints its path")
+        return super().convert(value, param, ctx)
+
+
+MODEL = click.argument("model", type=_LocalPath(path_type=Path))
 
 
 @click.command("inspect")
@@ -86,6 +98,17 @@ def slice_(model: Path, layers: str, out: Path | None) -> None:
         else:
             info = write_slice(read_gguf(model), out, wanted.start, wanted.end, progress)
     click.echo(info.path)
+
+
+@click.command("fetch")
+@click.argument("reference", metavar="hf://NAMESPACE/REPO[/FILE.gguf][:REVISION]")
+@click.option("--layers", metavar="START:END", help="Of a package, only what these layers need.")
+def fetch_(reference: str, layers: str | None) -> None:
+    """Download a GGUF model or a layer package, as far as it is not here, and print its path."""
+    wanted = None if layers is None else LayerRange.parse(layers)
+    with ending_in_order(), SliceProgress(reference) as progress:
+        path = fetch(reference, None if wanted is None else (wanted.start, wanted.end), progress)
+    click.echo(path)
 
 
 @click.command("package")

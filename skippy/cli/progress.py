@@ -7,7 +7,13 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-_WORDS = {"hash": "reading", "wait": "waiting for another process", "write": "writing", "load": "loading"}
+_WORDS = {
+    "hash": "reading",
+    "wait": "waiting for another process",
+    "write": "writing",
+    "load": "loading",
+    "download": "downloading",
+}
 
 
 class SliceProgress:

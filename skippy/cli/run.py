@@ -60,7 +60,7 @@ DEMO_ONLY = (
 @click.option(
     "--model",
     metavar="MODEL",
-    help="A GGUF file or a layer package; default: the bundled model.",
+    help="A GGUF file, a layer package, or hf://namespace/repo; default: the bundled model.",
 )
 @click.option(
     "--load-mode",

@@ -19,7 +19,7 @@ FlashAttention = Literal["auto", "disabled", "enabled"]
 LOAD_MODES: Final[Mapping[str, str]] = {
     "runtime-slice": "a GGUF file",
     "artifact-slice": "a GGUF file with this stage's layers",
-    "layer-package": "a folder with model-package.json",
+    "layer-package": "a folder with model-package.json, or hf://namespace/repo",
 }
 """How a stage's part can be loaded, and what `model_path` names then."""
 
@@ -85,7 +85,8 @@ class StageConfig:
     )
     model_path: str | None = key(
         "The model's GGUF file: whole, the first of several, or the slice of this stage; with "
-        "`layer-package` the package's folder. Required.",
+        "`layer-package` the package's folder. Or `hf://namespace/repo[:revision]`, where a hub has it, and "
+        "with `/FILE.gguf` behind the repository one of several. Required.",
         default=None,
     )
     upstream: PeerConfig | None = key(

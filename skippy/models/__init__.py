@@ -10,6 +10,7 @@ from skippy.models.errors import (
     CheckpointError,
     CutError,
     GGUFError,
+    HubError,
     LayerRangeError,
     ModelError,
     PackageError,
@@ -18,8 +19,16 @@ from skippy.models.errors import (
 )
 from skippy.models.families import FAMILIES, Family, family_of
 from skippy.models.gguf import GGUFHeader, LazyArray, Metadata, TensorInfo, ValueType
+from skippy.models.hub import HubReference, fetch, is_reference
 from skippy.models.info import SliceInfo
-from skippy.models.loading import ARTIFACT_SLICE, LAYER_PACKAGE, RUNTIME_SLICE, find_part, load_mode_of
+from skippy.models.loading import (
+    ARTIFACT_SLICE,
+    LAYER_PACKAGE,
+    RUNTIME_SLICE,
+    find_part,
+    load_mode_of,
+    local_path,
+)
 from skippy.models.manifest import Manifest, is_package
 from skippy.models.package import Package, read_model
 from skippy.models.packing import write_package
@@ -40,6 +49,8 @@ __all__ = [
     "Family",
     "GGUFError",
     "GGUFHeader",
+    "HubError",
+    "HubReference",
     "LayerRangeError",
     "LazyArray",
     "Manifest",
@@ -60,13 +71,16 @@ __all__ = [
     "default_cache_dir",
     "ensure_slice",
     "family_of",
+    "fetch",
     "file_sha256",
     "find_part",
     "header_path",
     "inspect_model",
     "is_checkpoint",
     "is_package",
+    "is_reference",
     "load_mode_of",
+    "local_path",
     "plan_slice",
     "read_gguf",
     "read_model",

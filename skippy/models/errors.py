@@ -47,6 +47,18 @@ class CheckpointError(ModelError):
         self.message = message
 
 
+class HubError(ModelError):
+    """A model on a hub is not there, may not be had, or cannot be reached; the text says what to do.
+
+    Attributes:
+        message: the reason, without the reference.
+    """
+
+    def __init__(self, reference: str, message: str) -> None:
+        super().__init__(f"{reference}: {message}")
+        self.message = message
+
+
 class LayerRangeError(ModelError, ValueError):
     """The asked layer range does not exist in the file; the text states the valid range."""
 

@@ -7,11 +7,21 @@ from pathlib import Path
 
 from skippy.models.cache import ensure_slice
 from skippy.models.errors import LayerRangeError, PackageError
+from skippy.models.hub import fetch, is_reference
 from skippy.models.info import SliceInfo
 from skippy.models.manifest import MANIFEST, Manifest, is_package
 from skippy.models.slicer import Progress
 
 RUNTIME_SLICE, ARTIFACT_SLICE, LAYER_PACKAGE = "runtime-slice", "artifact-slice", "layer-package"
+
+
+def local_path(model: str, layers: tuple[int, int] | None = None, progress: Progress | None = None) -> Path:
+    """Where a model is here; one on a hub is fetched, of a package what these layers need.
+
+    Raises:
+        HubError: as :func:`~skippy.models.fetch`.
+    """
+    return fetch(model, layers, progress) if is_reference(model) else Path(model)
 
 
 def load_mode_of(path: str | os.PathLike[str]) -> str:
