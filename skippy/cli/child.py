@@ -113,6 +113,9 @@ class _Parent:
     def ready(self) -> None:
         self._tell(b"ready")
 
+    def served(self) -> None:
+        self._tell(b"served")
+
     def alone(self) -> None:
         self._tell(b"alone")
 

@@ -75,6 +75,7 @@ class Child:
         loaded: bytes of its model part that are loaded, and all of them; zeros before it has begun.
         handles_signals: it has come so far that SIGUSR1 does not kill it.
         served_since: when its model was loaded and its port was served, on Trio's clock; None before.
+        served: a request has gone through it, to a good end.
         overdue: it was killed by this process, because it did not stop in time.
     """
 
@@ -88,6 +89,7 @@ class Child:
     loaded: tuple[int, int] = (0, 0)
     handles_signals: bool = False
     served_since: float | None = None
+    served: bool = False
     overdue: bool = False
 
     @property
@@ -162,11 +164,13 @@ class End:
         returncode: as :class:`subprocess.Popen` has it.
         words: how it ended and what it said last.
         served_secs: how long its port was served; None: never.
+        served: a request has gone through it, to a good end.
     """
 
     returncode: int
     words: str
     served_secs: float | None
+    served: bool
 
 
 async def live(
@@ -188,7 +192,8 @@ async def live(
         OSError: it cannot be started.
     """
     child.tail.clear()
-    child.handles_signals, child.served_since, child.overdue = False, None, False
+    child.handles_signals, child.served_since = False, None
+    child.served = child.overdue = False
     status_read, status_write = os.pipe()
     status = trio.lowlevel.FdStream(status_read)
     async with status:
@@ -217,6 +222,7 @@ async def live(
         returncode=process.returncode or 0,
         words=obituary(process.returncode or 0, child.tail, overdue=child.overdue),
         served_secs=None if since is None else trio.current_time() - since,
+        served=child.served,
     )
 
 
@@ -261,7 +267,7 @@ async def _write_stdin(process: trio.Process, settings: bytes, notice: Notice) -
 
 
 async def _read_status(status: trio.lowlevel.FdStream, child: Child, observer: Observer) -> None:
-    """A child writes ``load DONE TOTAL``, ``serving``, ``ready``, ``alone`` and ``statistics JSON``."""
+    """A child writes ``load DONE TOTAL``, ``serving``, ``ready``, ``served``, ``alone``, ``statistics …``."""
     rest = b""
     async for chunk in status:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -275,6 +281,8 @@ async def _read_status(status: trio.lowlevel.FdStream, child: Child, observer: O
             elif word == b"serving":
                 child.served_since = trio.current_time()
                 observer.serving(child)
+            elif word == b"served":
+                child.served = True
             elif word == b"ready":
                 observer.ready(child)
             elif word == b"alone":

@@ -18,7 +18,8 @@ class RestartPolicy:
         max_restarts: in a row; the crash after that many is the last one.
         first_pause_secs: longest pause before the first restart; each one in a row doubles it.
         longest_pause_secs: up to this.
-        well_secs: a stage that has served for so long is well: what was before counts no longer.
+        well_secs: a stage that has been up for so long is well: what was before counts no longer, as after a
+            request.
     """
 
     max_restarts: int = DEFAULT_MAX_RESTARTS
@@ -39,15 +40,17 @@ class Restarts:
         self._chance = chance
         self.in_a_row = 0
 
-    def crashed(self, served_secs: float) -> float | None:
-        """The stage has ended after it served for so long (0: it never did).
+    def crashed(self, served_secs: float, *, served: bool = False) -> float | None:
+        """The stage has ended after its port was served for so long (0: it never was).
+
+        ``served``: a request has gone through it meanwhile.
 
         Returns the pause before it is to be started again, or None if it is to be given up. Of the longest
         pause that is due, at least one half is waited for: the rest is jitter, so that stages which fall
         together do not load together each time ("equal jitter" in Brooker, Exponential Backoff And Jitter).
         """
         policy = self._policy
-        if served_secs >= policy.well_secs:
+        if served or served_secs >= policy.well_secs:
             self.in_a_row = 0
         if self.in_a_row >= policy.max_restarts:
             return None

@@ -34,6 +34,9 @@ class Terminal:
     def ready(self) -> None:
         click.echo("ready")
 
+    def served(self) -> None:
+        pass
+
     def alone(self) -> None:
         """Of no interest on a terminal."""
 

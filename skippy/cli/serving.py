@@ -28,7 +28,7 @@ FREEING_SECS = 0.5
 
 
 class Announce(Protocol):
-    """Told how far a stage has come; ``listening`` and ``ready`` are called at most once, in this order."""
+    """Told how far a stage has come; ``listening``, ``ready`` and ``served`` are called at most once."""
 
     def loading(self, done: int, total: int) -> None:
         """``done`` of ``total`` bytes of the model part are loaded. Called from the engine's thread."""
@@ -38,6 +38,9 @@ class Announce(Protocol):
 
     def ready(self) -> None:
         """The stage is ready: with an OpenAI endpoint, the whole chain is."""
+
+    def served(self) -> None:
+        """A request has gone through the stage, to a good end."""
 
     def alone(self) -> None:
         """It is stopping, and no request needs the chain any more."""
@@ -117,6 +120,7 @@ def serve_one(
             stop.in_order()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_announce_ready, endpoint, announce)
+                nursery.start_soon(_announce_served, stage, announce)
                 await stop.requested.wait()
                 stop_by = trio.current_time() + grace_secs
                 nursery.cancel_scope.cancel()
@@ -139,3 +143,8 @@ async def _announce_ready(endpoint: embed.OpenAIEndpoint | None, announce: Annou
     if endpoint is not None:
         await endpoint.wait_ready()
     announce.ready()
+
+
+async def _announce_served(stage: embed.Stage, announce: Announce) -> None:
+    await stage.context.served.wait()
+    announce.served()

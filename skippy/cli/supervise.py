@@ -120,7 +120,7 @@ class Supervisor:
                 self._check_stopped(child, end)
                 break
             before = restarts.in_a_row
-            pause = restarts.crashed(end.served_secs or 0.0)
+            pause = restarts.crashed(end.served_secs or 0.0, served=end.served)
             if pause is None or self._is_hopeless(child, end):
                 self._give_up(CliError(self._epitaph(child, end, before)))
                 break

@@ -11,10 +11,11 @@ from skippy.stage.grammars import Grammars, GrammarsBusy
 from .errors import ApiError
 from .fields import Fields
 from .gbnf import GbnfError, gbnf_to_lark
-from .generation import Constraint, GenerationError, InvalidGrammar, TooManyRequests
+from .generation import Constraint, GenerationError, InvalidGrammar, InvalidSampling, TooManyRequests
 from .json_schema import schema_rule
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+_GRAMMAR: Final = "grammar: "
 _FORMATS: Final = ("text", "json_object", "json_schema")
 
 
@@ -92,6 +93,16 @@ def _grammar(fields: Fields) -> Constraint | None:
         raise fields.error("grammar", f"is no GBNF that can be used: {error}") from error
 
 
+def refusal(refused: SettingsRefused, constraint: Constraint | None) -> InvalidSampling:
+    """What a stage's refusal is to the client, in the words of whatever it has asked for."""
+    text = str(refused)
+    if constraint is None or not text.startswith(_GRAMMAR):
+        return InvalidSampling(text)
+    return InvalidGrammar(
+        f"{constraint.param} cannot be used: {text.removeprefix(_GRAMMAR)}", constraint.param
+    )
+
+
 async def check_constraint(constraint: Constraint, grammars: Grammars, client: str = "") -> None:
     """Compile a request's grammar for a test, as the last stage will, before it costs a lane.
 
@@ -106,8 +117,7 @@ async def check_constraint(constraint: Constraint, grammars: Grammars, client: s
     try:
         await grammars.check(constraint.grammar, client)
     except SettingsRefused as exc:
-        text = f"{constraint.param} cannot be used: {str(exc).removeprefix('grammar: ')}"
-        raise InvalidGrammar(text, constraint.param) from exc
+        raise refusal(exc, constraint) from exc
     except GrammarsBusy as exc:
         raise TooManyRequests(str(exc)) from exc
     except StageError as exc:

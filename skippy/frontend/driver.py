@@ -20,7 +20,7 @@ from skippy.telemetry import Level, Telemetry, names
 
 from .admission import Admission, AdmissionGate
 from .cache_view import ChainCaches
-from .constraints import check_constraint
+from .constraints import check_constraint, refusal
 from .decoding import DecodeLoop, Token
 from .embedding import Embedder, Vector
 from .generation import (
@@ -29,7 +29,6 @@ from .generation import (
     GenerationError,
     GenerationRequest,
     HitKind,
-    InvalidSampling,
     Timings,
 )
 from .lanes import LanePool, PooledLane
@@ -283,7 +282,7 @@ class ChainStream:
             except LaneLost as lost:
                 step = await self._replay(lost)
         except SettingsRefused as exc:
-            raise InvalidSampling(str(exc)) from exc
+            raise refusal(exc, self._request.constraint) from exc
         except StageError as exc:
             raise GenerationError(str(exc)) from exc
         if step is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
+import trio
 
 from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology
 from skippy.engine import EngineInfo
@@ -68,6 +69,7 @@ class StageContext:
         cache: what the stage remembers of prompts; None where it remembers nothing.
         last_prompt: how long the stage took for the last one.
         grammars: checks and compiles those of requests.
+        served: set once a request has ended in good order.
     """
 
     config: StageConfig
@@ -91,6 +93,7 @@ class StageContext:
     cache: StageCache | None = None
     last_prompt: LastPrompt = attrs.field(factory=LastPrompt)
     grammars: Grammars = attrs.field(factory=lambda: Grammars(None))
+    served: trio.Event = attrs.field(factory=trio.Event)
 
     @property
     def info(self) -> EngineInfo:

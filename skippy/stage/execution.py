@@ -285,6 +285,7 @@ class Execution(FusedRestores):
         if self._session is not None:
             await self._session.finish()
             self._session = None
+            self._context.served.set()
 
     def _stopped(self) -> None:
         self._machine.stopped()

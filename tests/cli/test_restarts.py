@@ -25,6 +25,12 @@ def test_a_stage_that_has_been_well_starts_over() -> None:
     assert [restarts.crashed(secs) for secs in (0, 59.9, 60, 0, 0, 0, 0)] == [1, 2, 1, 2, 4, 5, None]
 
 
+def test_a_stage_that_has_served_a_request_starts_over() -> None:
+    restarts = Restarts(POLICY, chance=lambda: 1.0)
+    served = (False, False, True, False, False, True)
+    assert [restarts.crashed(1, served=once) for once in served] == [1, 2, 1, 2, 4, 1]
+
+
 def test_very_many_restarts_do_not_overflow() -> None:
     restarts = Restarts(RestartPolicy(max_restarts=10_000), chance=lambda: 1.0)
     assert [restarts.crashed(0) for _ in range(10_000)][-1] == 30.0

@@ -267,6 +267,25 @@ while True:
         assert chain.children[1].process is not None
         assert events[1]["pid"] == chain.children[1].process.pid
 
+    async def test_crashes_with_requests_in_between_are_not_in_a_row(self, tmp_path: Path) -> None:
+        script = (
+            lives(tmp_path)
+            + SERVING
+            + """
+if life % 2:
+    tell(b"served")
+if life < 8:
+    sys.exit(1)
+tell(b"ready")
+"""
+        )
+        chain = make_chain(READY + UNTIL_PARENT_ENDS, READY + UNTIL_PARENT_ENDS)
+        chain.children[0].command = (sys.executable, "-c", PRELUDE + script + UNTIL_PARENT_ENDS)
+        with trio.CancelScope() as scope:
+            await run(chain, ready=scope.cancel, policy=AT_ONCE)
+        assert scope.cancelled_caught
+        assert (tmp_path / "lifestage-0").read_text() == "8"
+
     async def test_a_stage_keeps_its_port_and_who_dials_meanwhile_is_served(self, tmp_path: Path) -> None:
         """The client connects in the first life, which never accepts, and is answered in the second."""
         serve = f"""

@@ -93,6 +93,7 @@ async def test_the_text_fits_and_ends(stages: int, sampling: SamplingConfig | No
                 generator, GenerationRequest(prompt=PROMPT, max_tokens=6)
             ) == unsplit_tokens(PROMPT, 6)
             await wait_for_sequences(cluster)
+            assert all(stage.context.served.is_set() for stage in cluster.stages)
 
 
 async def test_requests_side_by_side_have_each_their_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import attrs
+import httpx
 import pytest
 import trio
 import trio.testing
@@ -28,6 +29,7 @@ from skippy.protocol import (
 from skippy.stage import open_stage
 from skippy.stage.framing import receive_message, receive_reply
 from skippy.stage.links import Link, Listener, MemoryTransport
+from tests.frontend.support import serving
 from tests.stage.test_failures import read_to_end
 from tests.support.cluster import toy_config
 from tests.support.dialing import dial_stage
@@ -113,6 +115,43 @@ class PlainLast:
         ids = {"request_id": message.request_id, "session_id": message.session_id}
         await link.send(encode_message(Message(kind, default_state(kind), **ids)))
         return link
+
+
+async def test_a_plain_last_stage_cannot_hold_an_answer_to_a_form() -> None:
+    """The refusal reaches the client before a token, in words of its request; the next one is served."""
+    body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    with trio.fail_after(20):
+        async with scripted_peer(PLAIN) as peer, trio.open_nursery() as nursery:
+
+            async def serve_lanes() -> None:
+                while True:
+                    await PlainLast(peer).serve()
+
+            nursery.start_soon(serve_lanes)
+            pool = LanePool(peer.stage, 1)
+            nursery.start_soon(pool.serve)
+            await pool.wait_ready()
+            generator = ChainGenerator(peer.stage, pool, "toy")
+            async with (
+                serving(generator) as url,  # type: ignore[arg-type]
+                httpx.AsyncClient(base_url=url, timeout=15) as http,
+            ):
+                for form, param in (
+                    ({"response_format": {"type": "json_object"}}, "response_format"),
+                    ({"grammar": 'root ::= "a"'}, "grammar"),
+                ):
+                    for stream in (False, True):
+                        asked = {**body, **form, "stream": stream}
+                        answer = await http.post("/v1/chat/completions", json=asked)
+                        error = answer.json()["error"]
+                        assert (answer.status_code, error["param"]) == (400, param)
+                        assert error["message"].startswith(
+                            f"{param} cannot be used: it is enforced on the last"
+                        )
+                        assert "plain generation-8 peer" in error["message"]
+                answer = await http.post("/v1/chat/completions", json=body)
+                assert answer.json()["choices"][0]["message"]["content"] == "AAA"
+            nursery.cancel_scope.cancel()
 
 
 async def test_stage_zero_of_ours_before_a_plain_last_stage() -> None:
