@@ -224,3 +224,61 @@ def write_listed_imatrix(path: Path, importance: Mapping[str, Array], calls: int
         out += (values * np.float32(calls)).astype("<f4").tobytes()
     path.write_bytes(out + struct.pack("<ii", 1, 6) + b"random")
     return path
+
+
+PIECES = ("▁", "a", "b", "c", "ab", "bc", "▁ab", "abc", "▁abc")
+
+
+def sentencepieces() -> list[tuple[str, float, int]]:
+    """Text, score and kind of a small SentencePiece vocabulary; the longer pieces score less."""
+    special = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    return [
+        *special,
+        *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
+        *((piece, -float(index), 1) for index, piece in enumerate(PIECES)),
+    ]
+
+
+def write_sentencepiece(folder: Path, *, as_json: bool = False) -> None:
+    """A SentencePiece tokenizer: its model file, or what Hugging Face's libraries make of it."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (folder / name).unlink(missing_ok=True)
+    pieces = sentencepieces()
+    if not as_json:
+        out = b""
+        for text, score, kind in pieces:
+            piece = b"\x0a" + bytes([len(text.encode())]) + text.encode()
+            piece += b"\x15" + struct.pack("<f", score) + b"\x18" + bytes([kind])
+            out += b"\x0a" + bytes([len(piece)]) + piece
+        (folder / "tokenizer.model").write_bytes(out)
+    else:
+        known = {text for text, _, kind in pieces if kind == 1}
+        merges = [
+            [text[:cut], text[cut:]]
+            for text in PIECES
+            for cut in range(1, len(text))
+            if {text[:cut], text[cut:]} <= known
+        ]
+        tokenizer = {
+            "added_tokens": [
+                {"id": index, "content": text, "special": True}
+                for index, (text, _, _) in enumerate(pieces[:3])
+            ],
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Prepend", "prepend": "▁"},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                ],
+            },
+            "pre_tokenizer": None,
+            "model": {
+                "type": "BPE",
+                "byte_fallback": True,
+                "vocab": {text: index for index, (text, _, _) in enumerate(pieces)},
+                "merges": merges,
+            },
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

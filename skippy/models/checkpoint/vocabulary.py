@@ -53,7 +53,11 @@ def read_vocabulary(checkpoint: Checkpoint, size: int) -> Metadata:
         metadata = _tokenizer_json(checkpoint, size)
     else:
         raise CheckpointError(folder, "has no tokenizer; expected tokenizer.json or tokenizer.model")
-    return metadata | _special(checkpoint, size, merges=metadata["tokenizer.ggml.model"][1] == "gpt2")
+    byte_level = metadata["tokenizer.ggml.model"][1] == "gpt2"
+    prefix = _optional(checkpoint, "tokenizer_config.json").get("add_prefix_space")
+    if isinstance(prefix, bool) and not byte_level:
+        metadata["tokenizer.ggml.add_space_prefix"] = (GGUFValueType.BOOL, prefix)
+    return metadata | _special(checkpoint, size, merges=byte_level)
 
 
 def _optional(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -146,7 +150,9 @@ def _tokenizer_json(checkpoint: Checkpoint, size: int) -> Metadata:
             fail(f"damaged: added token {show(entry['content'])} has an id that is not below {size}")
         tokens[entry["id"]], kinds[entry["id"]] = _added(entry["content"], bool(entry.get("special")))
     if model.get("byte_fallback"):
-        return _fallback(tokens, kinds, model.get("merges"), fail)
+        prefix = (GGUFValueType.BOOL, _prepends(tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")))
+        fallback = _fallback(tokens, kinds, model.get("merges"), fail)
+        return fallback | {"tokenizer.ggml.add_space_prefix": prefix}
     return _texts("gpt2", _word_cutter(tokenizer.get("pre_tokenizer"), fail), tokens, kinds)
 
 
@@ -173,6 +179,19 @@ def _fallback(tokens: list[Any], kinds: list[int], merges: Any, fail: Fail) -> M
     return _texts("llama", "default", tokens, kinds) | {
         "tokenizer.ggml.scores": (GGUFValueType.FLOAT32, scores)
     }
+
+
+def _prepends(*rules: Any) -> bool:
+    """Whether one of these puts a space before the text."""
+    for rule in rules:
+        steps = [rule]
+        if isinstance(rule, dict) and rule.get("type") == "Sequence":
+            steps = rule.get("normalizers") or rule.get("pretokenizers") or []
+        for step in steps if isinstance(steps, list) else []:
+            kind = step.get("type") if isinstance(step, dict) else None
+            if kind == "Prepend" or (kind == "Metaspace" and step.get("prepend_scheme", "always") != "never"):
+                return True
+    return False
 
 
 def _word_cutter(rules: Any, fail: Fail) -> str:
