@@ -34,6 +34,7 @@ from skippy.config import (
 )
 from skippy.config.access import ANY
 from skippy.engine import EngineOptions, ModelLoadError, StageEngine, usable_cores
+from skippy.engine.recipe import checkpoint_recipe
 from skippy.frontend.app import create_app
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.lanes import LanePool
@@ -41,7 +42,15 @@ from skippy.frontend.options import FrontendOptions
 from skippy.frontend.server import serve_http
 from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
-from skippy.models import Progress, SliceInfo, find_part, local_path, read_model, weights_sha256
+from skippy.models import (
+    Progress,
+    SliceInfo,
+    find_part,
+    header_path,
+    local_path,
+    read_model,
+    weights_sha256,
+)
 from skippy.stage import (
     ENDING_SECS,
     ControlPiece,
@@ -192,7 +201,7 @@ async def _find_slice(
 ) -> tuple[SliceInfo, ModelIdentity]:
     if config.model_path is None:
         raise StageStartError(
-            f"{config.stage_id}: `model_path` is missing; it names the GGUF file of the model"
+            f"{config.stage_id}: `model_path` is missing; it names the GGUF file or the folder of the model"
         )
 
     def report(what: str, done: int, total: int) -> None:
@@ -201,11 +210,15 @@ async def _find_slice(
             progress(what, done, total)
 
     model = config.model_path
+    recipe = checkpoint_recipe(
+        config.checkpoint_quantization, config.checkpoint_imatrix, config.checkpoint_imatrix_sha256
+    )
 
     def find() -> tuple[SliceInfo, ModelIdentity]:
         path = local_path(model, (config.layer_start, config.layer_end), report)
+        described = header_path(path, progress=report, recipe=recipe)
         if config.native_mtp_enabled:
-            check_mtp(path)
+            check_mtp(described)
         part = find_part(
             path,
             config.load_mode,
@@ -214,8 +227,9 @@ async def _find_slice(
             manifest_sha256=config.manifest_sha256,
             progress=report,
             verify=verify,
+            recipe=recipe,
         )
-        identity = identify_model(part, path, dialled_ranges(config, topology))
+        identity = identify_model(part, described, dialled_ranges(config, topology))
         if config.kv_cache is not None and config.kv_cache.on and config.kv_cache.directory is not None:
             readers = stage_identity(
                 config,

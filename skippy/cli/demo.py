@@ -20,15 +20,17 @@ from skippy.config import (
     with_environment,
 )
 from skippy.engine import usable_cores
+from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import (
     ARTIFACT_SLICE,
-    LAYER_PACKAGE,
     RUNTIME_SLICE,
     Manifest,
     ModelSummary,
     fetch,
     find_part,
+    header_path,
     inspect_model,
+    is_checkpoint,
     is_package,
     is_reference,
     load_mode_of,
@@ -62,6 +64,8 @@ class DemoOptions:
     model: str | Path | None = None
     load_mode: str | None = None
     verify_package: bool = True
+    checkpoint_quantization: str | None = None
+    checkpoint_imatrix: Path | None = None
     model_id: str | None = None
     stages: int | None = None
     splits: str | None = None
@@ -88,8 +92,8 @@ def find_model(path: str | Path | None) -> Path:
     """
     if path is not None:
         path = Path(path)
-        if not path.is_file() and not is_package(path):
-            kind = "is neither a file nor a layer package" if path.exists() else "no such file"
+        if not (path.is_file() or is_package(path) or is_checkpoint(path)):
+            kind = "is no file, layer package or checkpoint" if path.exists() else "no such file"
             raise SettingError(f"--model: {path}: {kind}")
         return path
     spec = importlib.util.find_spec(MODEL_PACKAGE)
@@ -125,7 +129,8 @@ def prepare(options: DemoOptions) -> Chain:
             model = fetch(str(options.model), progress=progress)
     else:
         model = Path(os.path.abspath(find_model(options.model)))
-    summary = inspect_model(model)
+    recipe = checkpoint_recipe(options.checkpoint_quantization, options.checkpoint_imatrix)
+    summary = inspect_model(header_path(model, recipe=recipe))
     mode = options.load_mode or load_mode_of(model)
     ranges = plan_layers(summary.slice.layer_count, options.stages, options.splits)
     bind = Endpoint.parse(options.bind, where="--bind", allow_any_port=True, schemes=("tcp",))
@@ -142,14 +147,31 @@ def prepare(options: DemoOptions) -> Chain:
                     layers.end,
                     progress=progress,
                     verify=options.verify_package,
+                    recipe=recipe,
                 )
             if mode == ARTIFACT_SLICE:
-                child.config = attrs.evolve(child.config, model_path=str(part.path))
+                child.config = attrs.evolve(
+                    child.config,
+                    model_path=str(part.path),
+                    checkpoint_quantization=None,
+                    checkpoint_imatrix=None,
+                )
         return chain
     except BaseException:
         for listener in listeners:
             listener.close()
         raise
+
+
+def model_name(model: Path) -> str:
+    """What clients call a model that nobody has named."""
+    if is_package(model):
+        return Manifest.read(model).model_id
+    return model.name if model.is_dir() else model.stem
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def _describe(
@@ -166,13 +188,15 @@ def _describe(
         ranges,
         [endpoint_of(listener) for listener in stage_listeners],
         topology_id=run_id,
-        model_id=options.model_id or (Manifest.read(model).model_id if mode == LAYER_PACKAGE else model.stem),
+        model_id=options.model_id or model_name(model),
         load_mode=mode,
     )
     configs = make_stage_configs(
         topology,
         run_id=run_id,
         model_path=str(model),
+        checkpoint_quantization=options.checkpoint_quantization,
+        checkpoint_imatrix=_absolute(options.checkpoint_imatrix),
         ctx_size=context_size(summary, options.ctx_size),
         lane_count=options.lane_count,
         kv_cache=with_environment(options.kv_cache, os.environ, auto="lookup-record"),

@@ -5,22 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
+from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import (
     ModelSummary,
     SliceInfo,
     ensure_slice,
     fetch,
+    header_path,
     inspect_model,
+    is_checkpoint,
     is_package,
     is_reference,
-    read_gguf,
     write_package,
-    write_slice,
+    write_slice_of,
 )
 from skippy.topology import LayerRange
 
+from .checkpoint_flags import checkpoint_options
 from .ending import ending_in_order
 from .errors import SettingError
 from .progress import SliceProgress
@@ -40,9 +44,16 @@ MODEL = click.argument("model", type=_LocalPath(path_type=Path))
 
 @click.command("inspect")
 @MODEL
-def inspect(model: Path) -> None:
-    """Show what a GGUF file is and how it can be cut."""
-    for name, value in describe(inspect_model(model)):
+@checkpoint_options
+def inspect(model: Path, checkpoint_quantization: str | None, checkpoint_imatrix: Path | None) -> None:
+    """Show what a model is, or what a checkpoint becomes, and how it can be cut."""
+    recipe = checkpoint_recipe(checkpoint_quantization, checkpoint_imatrix)
+    summary = inspect_model(header_path(model, recipe=recipe))
+    if is_checkpoint(model):
+        # What it becomes is in the cache under its digest; what was asked about is the folder.
+        shown = attrs.evolve(summary.slice, path=model)
+        summary = attrs.evolve(summary, slice=shown, name=model.resolve().name)
+    for name, value in describe(summary):
         click.echo(f"{name:<16}{value}")
 
 
@@ -87,16 +98,24 @@ def _layers(info: SliceInfo) -> str:
     metavar="FILE",
     help="Write here instead of into the slice cache.",
 )
-def slice_(model: Path, layers: str, out: Path | None) -> None:
-    """Cut layers out of a GGUF file and print the path of the slice."""
+@checkpoint_options
+def slice_(
+    model: Path,
+    layers: str,
+    out: Path | None,
+    checkpoint_quantization: str | None,
+    checkpoint_imatrix: Path | None,
+) -> None:
+    """Cut layers out of a model, or make them of a checkpoint, and print the path of the slice."""
     wanted = LayerRange.parse(layers)
+    recipe = checkpoint_recipe(checkpoint_quantization, checkpoint_imatrix)
     with ending_in_order(), SliceProgress(f"layers {wanted}") as progress:
         if out is not None and is_package(model):
             raise SettingError("--out: not of a layer package, whose slices are kept in the slice cache")
         if out is None:
-            info = ensure_slice(model, wanted.start, wanted.end, progress=progress)
+            info = ensure_slice(model, wanted.start, wanted.end, progress=progress, recipe=recipe)
         else:
-            info = write_slice(read_gguf(model), out, wanted.start, wanted.end, progress)
+            info = write_slice_of(model, out, wanted.start, wanted.end, progress=progress, recipe=recipe)
     click.echo(info.path)
 
 

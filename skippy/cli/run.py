@@ -16,6 +16,7 @@ from skippy.config import LOAD_MODES, AccessOptions
 from skippy.telemetry import configure_logging
 
 from . import access_flags, flags, kv_flags
+from .checkpoint_flags import checkpoint_options
 from .demo import DemoOptions, prepare
 from .ending import ending_in_order
 from .launch import Chain
@@ -44,6 +45,8 @@ DEMO_ONLY = (
     "model",
     "model_id",
     "load_mode",
+    "checkpoint_quantization",
+    "checkpoint_imatrix",
     "stages",
     "splits",
     "bind",
@@ -60,8 +63,9 @@ DEMO_ONLY = (
 @click.option(
     "--model",
     metavar="MODEL",
-    help="A GGUF file, a layer package, or hf://namespace/repo; default: the bundled model.",
+    help="A GGUF file, layer package, checkpoint's folder or hf://namespace/repo; default: the bundled model.",
 )
+@checkpoint_options
 @click.option(
     "--load-mode",
     type=click.Choice(list(LOAD_MODES)),

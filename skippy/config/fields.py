@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import attrs
@@ -62,3 +63,13 @@ def require_range(value: Any, low: int, high: int, *names: str) -> None:
     for name in names:
         number = getattr(value, name)
         require(number is None or low <= number <= high, f"{name}: is {number}, must be {low} to {high}")
+
+
+def require_sha256(value: Any, *names: str) -> None:
+    """Refuse what is not a SHA-256 in hexadecimal in the named attributes (None passes)."""
+    for name in names:
+        digest = getattr(value, name)
+        require(
+            digest is None or re.fullmatch("[0-9a-fA-F]{64}", digest) is not None,
+            f"{name}: is {digest!r}, must be 64 hexadecimal digits",
+        )

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Final, Literal
 
 import attrs
 
 from .endpoint import Endpoint
-from .fields import key, refuse_unavailable, require, require_range, require_text, unavailable
+from .fields import (
+    key,
+    refuse_unavailable,
+    require,
+    require_range,
+    require_sha256,
+    require_text,
+    unavailable,
+)
 from .kv import KvCacheConfig
+from .quantization import NEEDS_IMATRIX, PRESERVE, QUANTIZATIONS, check_imatrix, parse_quantization
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 SplitMode = Literal["auto", "none", "layer", "row", "tensor"]
 FlashAttention = Literal["auto", "disabled", "enabled"]
 
 LOAD_MODES: Final[Mapping[str, str]] = {
-    "runtime-slice": "a GGUF file",
+    "runtime-slice": "a GGUF file or a checkpoint's folder",
     "artifact-slice": "a GGUF file with this stage's layers",
     "layer-package": "a folder with model-package.json, or hf://namespace/repo",
 }
@@ -74,6 +82,7 @@ class StageConfig:
     layer_end: int = key("One after the last layer of this stage.")
     load_mode: str = key(
         "How the model is loaded. `runtime-slice`: cut this stage's layers out of `model_path`, once, "
+        "or make them of a checkpoint, "
         "or load it as it is if it is a slice of exactly these layers. `artifact-slice`: load `model_path` "
         "as it is; it must be such a slice. `layer-package`: put the stage's part together, once, from the "
         "files of the package that have its layers; no other is opened."
@@ -85,8 +94,9 @@ class StageConfig:
     )
     model_path: str | None = key(
         "The model's GGUF file: whole, the first of several, or the slice of this stage; with "
-        "`layer-package` the package's folder. Or `hf://namespace/repo[:revision]`, where a hub has it, and "
-        "with `/FILE.gguf` behind the repository one of several. Required.",
+        "`layer-package` the package's folder; or the folder of a SafeTensors checkpoint. Or "
+        "`hf://namespace/repo[:revision]`, where a hub has it, and with `/FILE.gguf` behind the repository "
+        "one of several. Required.",
         default=None,
     )
     upstream: PeerConfig | None = key(
@@ -153,6 +163,20 @@ class StageConfig:
         default=False,
     )
 
+    checkpoint_quantization: str | None = key(
+        "What the tensors of a SafeTensors checkpoint become when a stage's part is made of it: "
+        f"{', '.join(f'`{name}`' for name in QUANTIZATIONS)}; case and punctuation do not matter. Types are "
+        "those that llama.cpp gives to the whole model. `preserve` (also `direct`, `none`, null) keeps them.",
+        default=None,
+    )
+    checkpoint_imatrix: str | None = key(
+        "An importance matrix for the quantisation, a file of llama.cpp's `llama-imatrix`. Needed by "
+        f"{', '.join(f'`{name}`' for name in QUANTIZATIONS if name in NEEDS_IMATRIX)}.",
+        default=None,
+    )
+    checkpoint_imatrix_sha256: str | None = key(
+        "The SHA-256 that `checkpoint_imatrix` must have; null: any.", default=None
+    )
     manifest_sha256: str | None = key(
         "With `layer-package`: the SHA-256 that `model-package.json` must have; null: any.", default=None
     )
@@ -162,9 +186,6 @@ class StageConfig:
     source_model_bytes: int | None = unavailable(None, "checking the source model's size is")
     materialized_path: str | None = unavailable(None, "naming the materialised slice is")
     materialized_pinned: bool = unavailable(False, "pinning the materialised slice is")
-    checkpoint_quantization: str | None = unavailable(None, "loading SafeTensors checkpoints is")
-    checkpoint_imatrix: str | None = unavailable(None, "loading SafeTensors checkpoints is")
-    checkpoint_imatrix_sha256: str | None = unavailable(None, "loading SafeTensors checkpoints is")
     projector_path: str | None = unavailable(None, "image and audio input is")
     projector_use_gpu: bool | None = unavailable(None, "image and audio input is")
     media_marker: str | None = unavailable(None, "image and audio input is")
@@ -179,7 +200,9 @@ class StageConfig:
     activation_codec_policy: str = unavailable("fixed", "choosing the activation codec by measurement is")
 
     def __attrs_post_init__(self) -> None:
-        require_text(self, "run_id", "topology_id", "model_id", "stage_id", "model_path")
+        require_text(
+            self, "run_id", "topology_id", "model_id", "stage_id", "model_path", "checkpoint_imatrix"
+        )
         require_range(self, 0, U32_MAX, "stage_index", "layer_start", "layer_end")
         require_range(self, 1, 2**24, "ctx_size")
         require_range(self, 1, 2**20, "n_batch", "n_ubatch", "batch_max_tokens")
@@ -198,6 +221,7 @@ class StageConfig:
             f"model_path: is missing; load_mode {self.load_mode} needs {LOAD_MODES[self.load_mode]}",
         )
         self._check_manifest_digest()
+        self._check_checkpoint()
         Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
         self._check_position()
         self._check_kv_cache()
@@ -228,9 +252,14 @@ class StageConfig:
             self.load_mode == "layer-package",
             f"manifest_sha256: has no effect with load_mode {self.load_mode}; leave it out",
         )
+        require_sha256(self, "manifest_sha256")
+
+    def _check_checkpoint(self) -> None:
+        check_imatrix(parse_quantization(self.checkpoint_quantization or PRESERVE), self.checkpoint_imatrix)
+        require_sha256(self, "checkpoint_imatrix_sha256")
         require(
-            re.fullmatch("[0-9a-fA-F]{64}", digest) is not None,
-            f"manifest_sha256: is {digest!r}, must be 64 hexadecimal digits",
+            self.checkpoint_imatrix_sha256 is None or self.checkpoint_imatrix is not None,
+            "checkpoint_imatrix_sha256: has no effect without checkpoint_imatrix; leave it out",
         )
 
     def _check_kv_cache(self) -> None:

@@ -4,7 +4,7 @@ Never here: trio, llama.cpp, anything that computes.
 """
 
 from skippy.models.boundary import BoundaryPart
-from skippy.models.cache import default_cache_dir, ensure_slice, header_path, weights_sha256
+from skippy.models.cache import default_cache_dir, ensure_slice, header_path, weights_sha256, write_slice_of
 from skippy.models.checkpoint import Quantiser, Recipe, is_checkpoint
 from skippy.models.errors import (
     CheckpointError,
@@ -88,4 +88,5 @@ __all__ = [
     "weights_sha256",
     "write_package",
     "write_slice",
+    "write_slice_of",
 ]

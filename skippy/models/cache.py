@@ -82,11 +82,11 @@ def ensure_slice(
         PackageError: a part of a package that is needed is not what the manifest says.
         SliceWriteError: the cache cannot be written; nothing half-written is left.
     """
-    if is_package(model_path):
-        return _from_package(model_path, layer_start, layer_end, _folder(cache_dir), progress, verify)
     conversion = _conversion(model_path, recipe)
     if conversion is not None:
         return _ensure_converted(conversion, layer_start, layer_end, _folder(cache_dir), progress)
+    if is_package(model_path):
+        return _from_package(model_path, layer_start, layer_end, _folder(cache_dir), progress, verify)
     header = read_gguf(model_path)
     info = SliceInfo.from_header(header)
     if (info.layer_start, info.layer_end) == (layer_start, layer_end):
@@ -126,6 +126,36 @@ def _from_package(
     return attrs.evolve(info, content_sha256=key)
 
 
+def write_slice_of(
+    model_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    layer_start: int,
+    layer_end: int,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    recipe: Recipe | None = None,
+) -> SliceInfo:
+    """As :func:`~skippy.models.write_slice`, of a GGUF model or a checkpoint's folder.
+
+    Raises:
+        ModelError: as that, and as :func:`ensure_slice`.
+    """
+    conversion = _conversion(model_path, recipe)
+    if conversion is None:
+        return write_slice(read_gguf(model_path), out_path, layer_start, layer_end, progress)
+    header = _outline(conversion, _folder(cache_dir), progress)
+    return write_slice(
+        header,
+        out_path,
+        layer_start,
+        layer_end,
+        progress,
+        source_sha256=conversion.digest,
+        data=conversion.data,
+    )
+
+
 def header_path(
     model_path: str | os.PathLike[str],
     *,
@@ -133,9 +163,9 @@ def header_path(
     progress: Progress | None = None,
     recipe: Recipe | None = None,
 ) -> Path:
-    """A GGUF whose header describes the whole model: the file itself, or what a checkpoint would be.
+    """What describes the whole model: ``model_path`` itself, or the header of what a checkpoint would be.
 
-    The latter has no data. Blocks; safe from any thread.
+    The latter is a GGUF without data. Blocks; safe from any thread.
 
     Raises:
         CheckpointError, SliceWriteError: as :func:`ensure_slice`.
@@ -152,7 +182,9 @@ def _conversion(model_path: str | os.PathLike[str], recipe: Recipe | None) -> Co
         return Conversion.prepare(model_path, recipe or Recipe())
     if recipe is not None and recipe != Recipe():
         raise CheckpointError(
-            model_path, "is no checkpoint folder with config.json and weights; only those can be quantised"
+            model_path,
+            "checkpoint_quantization and checkpoint_imatrix are for SafeTensors checkpoints, and this is no "
+            "folder with config.json and model.safetensors or its index",
         )
     return None
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from skippy.models.cache import ensure_slice
-from skippy.models.errors import LayerRangeError, PackageError
+from skippy.models.checkpoint import Recipe, is_checkpoint
+from skippy.models.errors import CheckpointError, LayerRangeError, PackageError
 from skippy.models.hub import fetch, is_reference
 from skippy.models.info import SliceInfo
 from skippy.models.manifest import MANIFEST, Manifest, is_package
@@ -38,16 +39,18 @@ def find_part(
     manifest_sha256: str | None = None,
     progress: Progress | None = None,
     verify: bool = True,
+    recipe: Recipe | None = None,
 ) -> SliceInfo:
     """The file with layers ``[layer_start, layer_end)`` of a model, as a load mode says.
 
-    ``runtime-slice`` cuts them out of a GGUF model, once; ``artifact-slice`` takes a file that has
-    just these; ``layer-package`` puts them together, once, from the parts of a package that have them.
-    Blocks; safe from any thread.
+    ``runtime-slice`` cuts them out of a GGUF model or makes them of a checkpoint, once; ``artifact-slice``
+    takes a file that has just these; ``layer-package`` puts them together, once, from the parts of a package
+    that have them. Blocks; safe from any thread.
 
     Args:
         manifest_sha256: what the package's manifest has to be, in hex; None: anything.
         verify: check the SHA-256 of a package's parts, once for each state of them.
+        recipe: what a checkpoint becomes; nothing else takes one.
 
     Raises:
         ModelError: as :func:`~skippy.models.ensure_slice`; or ``path`` is not what the mode loads.
@@ -58,9 +61,11 @@ def find_part(
         raise PackageError(
             path, f"is a layer package, which load_mode {load_mode} does not load; use layer-package"
         )
-    elif load_mode == ARTIFACT_SLICE:
+    elif is_checkpoint(path) and load_mode == ARTIFACT_SLICE:
+        raise CheckpointError(path, f"is a checkpoint, which load_mode {load_mode} does not load")
+    elif load_mode == ARTIFACT_SLICE and recipe is None:
         return _artifact(path, layer_start, layer_end)
-    return ensure_slice(path, layer_start, layer_end, progress=progress, verify=verify)
+    return ensure_slice(path, layer_start, layer_end, progress=progress, verify=verify, recipe=recipe)
 
 
 def _check_package(path: Path, manifest_sha256: str | None) -> None:

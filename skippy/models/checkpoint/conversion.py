@@ -77,7 +77,7 @@ class Conversion:
             OSError: the file cannot be written.
         """
         architecture = self._shape.architecture
-        settings = read_settings(self._config, self._shape, self.checkpoint.folder.resolve().name)
+        settings = read_settings(self._config, self._shape)
         vocabulary = read_vocabulary(self.checkpoint, self._shape.vocabulary)
         if architecture.space_prefix is not None:
             vocabulary["tokenizer.ggml.add_space_prefix"] = (GGUFValueType.BOOL, architecture.space_prefix)

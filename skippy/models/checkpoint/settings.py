@@ -109,13 +109,12 @@ def read_shape(config: Config) -> Shape:
     )
 
 
-def read_settings(config: Config, shape: Shape, name: str) -> Metadata:
+def read_settings(config: Config, shape: Shape) -> Metadata:
     """All metadata but the tokenizer's and the file's type."""
     number, real, text = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.STRING
     prefix, family = shape.architecture.name, shape.architecture
     metadata: Metadata = {
         "general.type": (text, "model"),
-        "general.name": (text, name),
         f"{prefix}.block_count": (number, shape.layers),
         f"{prefix}.context_length": (number, config.count("max_position_embeddings", MAX_CONTEXT)),
         f"{prefix}.embedding_length": (number, shape.width),

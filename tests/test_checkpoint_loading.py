@@ -1,0 +1,165 @@
+"""Stages that make their parts of a checkpoint, from configuration and command line."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import numpy as np
+import pytest
+import trio
+
+from skippy import embed
+from skippy.cli.demo import DemoOptions, prepare
+from skippy.config import ConfigError, OpenAIOptions, StageOptions
+from skippy.config.quantization import QUANTIZATIONS, parse_quantization
+from skippy.engine.recipe import checkpoint_recipe
+from skippy.models import CheckpointError, GGUFHeader, ensure_slice, file_sha256
+from tests.cli.support import run_cli
+from tests.support.checkpoints import write_checkpoint, write_imatrix
+from tests.support.cluster import toy_config, toy_topology
+from tests.support.tiny_models import write_tiny
+
+ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SKIPPY_CACHE", str(tmp_path / "cache"))
+    return write_checkpoint(tmp_path / "tiny", "qwen3", layers=4, width=64, feed_forward=128, shards=2)
+
+
+async def answer(folder: Path, *inner: int, **settings: Any) -> str:
+    """What a chain of stages says that is cut at these layers."""
+    edges = (0, *inner, 4)
+    ranges = list(itertools.pairwise(edges))
+    endpoints = ENDPOINTS[: len(ranges)]
+    topology, transport = toy_topology(ranges, endpoints), embed.MemoryTransport()
+    options = OpenAIOptions(bind_addr="127.0.0.1:0", prefill_chunk_policy="fixed")
+    body = {"model": "toy", "prompt": "The cat sat on", "max_tokens": 12, "temperature": 0}
+    async with contextlib.AsyncExitStack() as stack:
+        for index in reversed(range(len(ranges))):
+            config = attrs.evolve(
+                toy_config(index, ranges, endpoints, n_threads=1), model_path=str(folder), **settings
+            )
+            stage = await stack.enter_async_context(
+                embed.open_stage(config, topology, StageOptions(), transport=transport)
+            )
+        endpoint = await stack.enter_async_context(embed.open_openai(stage, options))
+        await endpoint.wait_ready()
+        async with httpx.AsyncClient(timeout=30) as http:
+            response = await http.post(endpoint.url + "/completions", json=body)
+        assert response.status_code == 200, response.text
+        text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+async def test_a_chain_says_what_one_stage_says(folder: Path) -> None:
+    with trio.fail_after(60):
+        for quantization in (None, "q8-0"):
+            whole = await answer(folder, checkpoint_quantization=quantization)
+            assert await answer(folder, 1, 3, checkpoint_quantization=quantization) == whole
+
+
+def test_what_a_checkpoint_becomes_is_part_of_the_identity(folder: Path, tmp_path: Path) -> None:
+    matrices = [write_imatrix(tmp_path / f"{n}.gguf", {"a": np.full(4, n, np.float32)}) for n in (1, 2)]
+    recipes = [
+        None,
+        checkpoint_recipe("Q8_0"),
+        checkpoint_recipe("Q4_0"),
+        *(checkpoint_recipe("q4-0", matrix) for matrix in matrices),
+    ]
+    digests: list[str] = []
+    for recipe in recipes:
+        first, last = (ensure_slice(folder, *layers, recipe=recipe) for layers in ((0, 2), (2, 4)))
+        assert first.source_sha256 == last.source_sha256  # stages of one model
+        assert first.source_sha256 is not None
+        digests.append(first.source_sha256)
+    assert len(set(digests)) == len(digests)
+
+
+def config(folder: Path, **settings: Any) -> Any:
+    return attrs.evolve(toy_config(0, [(0, 4)], ENDPOINTS), model_path=str(folder), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"checkpoint_quantization": "Q4_K_XL"}, 'checkpoint_quantization: "Q4_K_XL" is unknown; known are'),
+        ({"checkpoint_quantization": "iq2xxs"}, "checkpoint_imatrix: is missing; .* IQ2_XXS needs"),
+        ({"checkpoint_imatrix": "m.dat"}, "checkpoint_imatrix: has no effect on .* preserve"),
+        (
+            {"checkpoint_quantization": "Q4_0", "checkpoint_imatrix": "m", "checkpoint_imatrix_sha256": "ab"},
+            "checkpoint_imatrix_sha256: is 'ab', must be 64 hexadecimal digits",
+        ),
+        ({"checkpoint_imatrix_sha256": "a" * 64}, "checkpoint_imatrix_sha256: has no effect without"),
+    ],
+)
+def test_keys_that_are_wrong(folder: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config(folder, **settings)
+
+
+def test_names_are_taken_whatever_their_case_and_punctuation() -> None:
+    assert len(QUANTIZATIONS) == 36
+    for name in QUANTIZATIONS:
+        for spelling in (name, name.lower(), name.replace("_", "-"), name.replace("_", "")):
+            assert parse_quantization(spelling) == name
+    assert {parse_quantization(name) for name in ("direct", "None", "PRESERVE")} == {"preserve"}
+
+
+async def test_a_gguf_is_not_quantised(folder: Path, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model.gguf", layers=4)
+    wanted = config(model, checkpoint_quantization="Q4_0")
+    with pytest.raises(CheckpointError, match="checkpoint_quantization and checkpoint_imatrix are for"):
+        async with embed.open_stage(wanted, transport=embed.MemoryTransport()):
+            pass
+
+
+async def test_another_importance_matrix(folder: Path, tmp_path: Path) -> None:
+    imatrix = write_imatrix(tmp_path / "imatrix.gguf", {})
+    wanted = config(
+        folder,
+        checkpoint_quantization="Q4_0",
+        checkpoint_imatrix=str(imatrix),
+        checkpoint_imatrix_sha256="0" * 64,
+    )
+    found = file_sha256(imatrix)
+    with pytest.raises(CheckpointError, match=f"has the SHA-256 {found}, checkpoint_imatrix_sha256 is 0000"):
+        async with embed.open_stage(wanted, transport=embed.MemoryTransport()):
+            pass
+
+
+def test_run(folder: Path) -> None:
+    options = DemoOptions(model=folder, stages=2, bind="127.0.0.1:0", checkpoint_quantization="Q8_0")
+    chain = prepare(options)
+    try:
+        assert [child.config.model_path for child in chain.children] == [str(folder)] * 2
+        assert {child.config.checkpoint_quantization for child in chain.children} == {"Q8_0"}
+        assert chain.topology.model_id == "tiny"
+    finally:
+        for child in chain.children:
+            for sock in child.sockets:
+                sock.close()
+
+
+def test_inspect_and_slice(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_cli(capsys, "inspect", folder, "--checkpoint-quantization", "f16").out
+    assert f"file            {folder}\n" in shown
+    assert "name            tiny\n" in shown
+    assert "architecture    qwen3\n" in shown
+    assert "weights         F16 " in shown
+    out = tmp_path / "part.gguf"
+    arguments = ("slice", folder, "--layers", "1:3", "--checkpoint-quantization", "q8_0")
+    cached = run_cli(capsys, *arguments)
+    written = run_cli(capsys, *arguments, "--out", out)
+    assert written.out == f"{out}\n"
+    assert out.read_bytes() == Path(cached.out.strip()).read_bytes()
+    assert GGUFHeader.read(out).tensors["blk.1.ffn_up.weight"].type_name == "Q8_0"
+    refused = run_cli(capsys, *arguments[:-1], "iq1_m")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith("error: checkpoint_imatrix: is missing; checkpoint_quantization IQ1_M")
