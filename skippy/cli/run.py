@@ -63,7 +63,7 @@ DEMO_ONLY = (
 @click.option(
     "--model",
     metavar="MODEL",
-    help="A GGUF file, layer package, checkpoint's folder or hf://namespace/repo; default: the bundled model.",
+    help="A GGUF file, layer package, checkpoint folder or hf://namespace/repo; default: the bundled model.",
 )
 @checkpoint_options
 @click.option(
