@@ -95,7 +95,7 @@ def test_no_model_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(click.ClickException, match="is neither a file nor a layer package"):
+    with pytest.raises(click.ClickException, match="is no file, layer package or checkpoint"):
         find_model(tmp_path)
 
 
