@@ -20,7 +20,7 @@ FUZZ_SECONDS ?= 60
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim format docs clean
+.PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim families format docs clean
 
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
@@ -30,6 +30,7 @@ help:
 	@echo "make schemas    200 random JSON schemas on the bundled model: are the answers valid, and do they end?"
 	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
 	@echo "make sim    simulate chains that fail, SIM_SEEDS of them (ARGS=... for skippy sim)"
+	@echo "make families   cut a small model of every architecture everywhere, and write the table in docs/models.md"
 	@echo "also: lint types imports unit format docs clean"
 
 run: $(VENV)/.stamp-base $(VENV)/.stamp-model
@@ -87,6 +88,10 @@ mutants: $(VENV)/.stamp-dev
 # The first 1,000 of these run in make test; docs/operations.md says what they look for.
 sim: $(VENV)/.stamp-base
 	$(BIN)/skippy sim --count $(SIM_SEEDS) $(ARGS)
+
+# Some minutes; ARGS="gemma2 jamba" for some architectures only, which leaves the table as it is.
+families: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.support.families $(ARGS)
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .

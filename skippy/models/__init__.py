@@ -33,7 +33,7 @@ from skippy.models.manifest import Manifest, is_package
 from skippy.models.package import Package, read_model
 from skippy.models.packing import write_package
 from skippy.models.parts import read_gguf
-from skippy.models.plan import RULES_VERSION, SlicePlan, plan_slice, slice_bytes
+from skippy.models.plan import RULES_VERSION, SlicePlan, plan_slice, possible_cuts, slice_bytes
 from skippy.models.slicer import Progress, file_sha256, write_slice
 from skippy.models.summary import ModelSummary, inspect_model
 
@@ -82,6 +82,7 @@ __all__ = [
     "load_mode_of",
     "local_path",
     "plan_slice",
+    "possible_cuts",
     "read_gguf",
     "read_model",
     "slice_bytes",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from skippy.models.families import Family
 from skippy.models.gguf import SCALARS, GGUFHeader, LazyArray, Metadata, Scalar, ValueType
@@ -20,8 +21,8 @@ Entry = Metadata | bytes
 
 # Arrays under the architecture's prefix that may be as long as the layer list without being per layer.
 _NOT_PER_LAYER = ("rope.dimension_sections", "classifier.output_labels", "ple.")
-_UNUSED_LATER = ("n_deepstack_layers", "deepstack_mapping")
-"""What a model of images adds to the first layers; with it rows of the input would be wider."""
+_IMAGES = ("n_deepstack_layers", "deepstack_mapping")
+"""What a model of images adds to the first layers: nothing for text, but rows of the input would be wider."""
 
 
 def text_bytes(text: str | bytes) -> bytes:
@@ -79,7 +80,7 @@ def plan_metadata(
             out.append(entry(key, 0, found.type))
         elif name in replaced or name.startswith(own):
             continue
-        elif later and name in _UNUSED_LATER:
+        elif name in _IMAGES:
             if name == "n_deepstack_layers":
                 out.append(entry(key, 0, found.type))
         elif isinstance(found.value, LazyArray) and _is_per_layer(name, found.value, header, prefix):
@@ -122,7 +123,10 @@ def _explicit(header: GGUFHeader, family: Family, count: int, *, later: bool) ->
         array("attention.head_count", [number or largest for number in heads])
     if family.architecture == "minicpm":
         width = header.count(prefix + "embedding_length")
-        defaults = {"residual_scale": 1.4 / math.sqrt(count), "logit_scale": 256.0 / max(1, width)}
+        defaults = {
+            "residual_scale": float(np.float32(1.4) / np.sqrt(np.float32(count))),
+            "logit_scale": 256.0 / max(1, width),
+        }
         for name, value in {"embedding_scale": 12.0, **defaults}.items():
             if header.value(prefix + name) is None:
                 scalar(name, value, ValueType.FLOAT32)

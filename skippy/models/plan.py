@@ -16,7 +16,7 @@ import struct
 import attrs
 
 from skippy.models.boundary import MOST_PARTS, MOST_VALUES, BoundaryPart, format_parts, total_width
-from skippy.models.errors import CutError, GGUFError, LayerRangeError
+from skippy.models.errors import CutError, GGUFError, LayerRangeError, UnsupportedArchitectureError
 from skippy.models.families import Family, family_of
 from skippy.models.gguf import GGUFHeader, Scalar, TensorInfo
 from skippy.models.info import (
@@ -216,16 +216,21 @@ def _plan_outer(
 ) -> list[PlannedTensor]:
     """A tensor outside the layers: copied, a hole, or left out."""
     name = tensor.name
+    if is_copied(name, family, first=first, last=last, tied=is_tied(header)):
+        return [_copied(tensor, name)]
+    if name.startswith("output.") and not family.output_required:
+        return []
     one_row = not first and not last and family.entry is None and not family.keeps_vocabulary
+    return [_hole(tensor, name, one_row=one_row and name != "position_embd.weight")]
+
+
+def is_copied(name: str, family: Family | None, *, first: bool, last: bool, tied: bool) -> bool:
+    """Whether a slice has the values of a tensor outside the layers, not a hole or nothing."""
     if name == "token_embd.weight":
-        if first or (last and is_tied(header)) or family.token_rows:
-            return [_copied(tensor, name)]
-        return [_hole(tensor, name, one_row=one_row)]
-    if name == "position_embd.weight" and not first and family.entry is None:
-        return [_hole(tensor, name)]  # the first slice has added it
-    if name.startswith("output.") and not last:
-        return [_hole(tensor, name, one_row=one_row)] if family.output_required else []
-    return [_copied(tensor, name)]
+        return first or (last and tied) or (family is not None and family.token_rows)
+    if name == "position_embd.weight":
+        return first or (family is not None and family.entry is not None)  # else the first slice has added it
+    return last or not name.startswith("output.")
 
 
 def _copied(tensor: TensorInfo, name: str) -> PlannedTensor:
@@ -272,3 +277,23 @@ def _boundary(header: GGUFHeader, family: Family, cut: int, node: str) -> tuple[
             family.architecture, f"a row of {total_width(parts)} values would cross, at most {MOST_VALUES} do"
         )
     return tuple(parts)
+
+
+def possible_cuts(header: GGUFHeader) -> tuple[int, ...]:
+    """Layers at which a whole model may be cut, ascending; none where its family cannot be.
+
+    Raises:
+        GGUFError: the file is damaged.
+    """
+    count = layer_count(header)
+    cuts: list[int] = []
+    for cut in range(1, count):
+        try:
+            for start, end in ((0, cut), (cut, count)):
+                family = family_of(header)
+                check_cut(header, family, cut)
+                _boundaries(header, family, pick_layers(header, family, start, end, count), end == count)
+        except UnsupportedArchitectureError:
+            continue
+        cuts.append(cut)
+    return tuple(cuts)

@@ -20,6 +20,7 @@ import attrs
 from skippy.config import StageConfig, StageTopology
 from skippy.engine import EngineInfo
 from skippy.models import (
+    FAMILIES,
     RULES_VERSION,
     GGUFHeader,
     LayerRangeError,
@@ -30,6 +31,7 @@ from skippy.models import (
     weights_sha256,
 )
 from skippy.models.info import is_slice, split_layer_name
+from skippy.models.plan import is_copied
 from skippy.protocol import (
     ANNEX_EXTENSION,
     LIVENESS_EXTENSION,
@@ -117,16 +119,14 @@ def resident_tensors(header: GGUFHeader, part: SliceInfo) -> tuple[str, ...]:
     Holes and spare layers do not count. Agrees with what :func:`~skippy.models.plan_slice` copies.
     """
     names: list[str] = []
+    family = FAMILIES.get(part.architecture)
     for name in header.tensors:
         place = split_layer_name(name)
         if place is not None:
             index, rest = place
-            if index < part.own_layers:
-                names.append(f"blk.{index + part.layer_start}.{rest}")
-        elif name == "token_embd.weight":
-            if part.is_first or (part.is_last and part.tied):
-                names.append(name)
-        elif part.is_last or not name.startswith("output."):
+            if 0 <= index - part.front_layers < part.own_layers:
+                names.append(f"blk.{index - part.front_layers + part.layer_start}.{rest}")
+        elif is_copied(name, family, first=part.is_first, last=part.is_last, tied=part.tied):
             names.append(name)
     return tuple(sorted(names))
 

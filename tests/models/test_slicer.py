@@ -279,7 +279,7 @@ def test_other_families_are_refused_by_name(tmp_path: Path) -> None:
     [
         ("leading_dense_block_count", 2, 3, 1),  # layers 0, 1 and a spare one like 1; 1, 2 and one like 2
         ("embedding_scale", 12.0, 12.0, 0.0),
-        ("n_deepstack_layers", 3, 3, 0),
+        ("n_deepstack_layers", 3, 0, 0),
         ("nextn_predict_layers", 1, 0, 0),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from skippy.config import StageConfig, StageTopology
 from skippy.engine.toy import ToyEngine
 from skippy.models import GGUFHeader, SliceInfo, ensure_slice, plan_slice
+from skippy.models.tiny import tiny_layers, write_tiny_model
 from skippy.protocol import admit, check_answer, descriptor_fault
 from skippy.stage.admission import (
     StageAdmission,
@@ -66,6 +67,19 @@ def test_a_slice_says_of_itself_what_the_plan_says_of_it(
     assert f"blk.{layers[0]}.attn_norm.weight" in planned
     if layers[0] > 0 and layers[1] < LAYERS:  # what is only a hole in the file is not there
         assert not {"token_embd.weight", "output.weight"} & set(planned)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama4", "minimax-01", "qwen4exp", "talkie"])
+def test_so_does_a_slice_with_layers_and_tables_that_are_not_its_own(name: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny.gguf", name)
+    layers = tiny_layers(name)
+    for start, end in ((0, 3), (3, 5), (5, layers)):
+        part = ensure_slice(model, start, end, cache_dir=tmp_path)
+        plan = plan_slice(GGUFHeader.read(model), start, end)
+        planned = sorted(tensor.source.name for tensor in plan.tensors if tensor.source is not None)
+        assert list(resident_tensors(GGUFHeader.read(part.path), part)) == planned
+        held = {name.split(".")[1] for name in planned if name.startswith("blk.")}
+        assert held == {str(layer) for layer in range(start, end)}
 
 
 @pytest.mark.parametrize("whole", [True, False])

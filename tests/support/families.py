@@ -1,0 +1,171 @@
+"""All small models, and files of the same families that leave to defaults what others say.
+
+``python -m tests.support.families`` cuts each of them everywhere, in two and in three, and writes the table
+in ``docs/models.md`` from what it finds. llama.cpp ends the process where a slice is wrong in some ways, so
+models have processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import attrs
+
+from skippy.engine import EngineOptions
+from skippy.engine.certify import SEQUENCES, Comparison, CutResult
+from skippy.engine.llama import LlamaEngine
+from skippy.models import FAMILIES, SliceInfo
+from skippy.models.tiny import tiny_architecture, tiny_models, write_tiny_model
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
+
+
+@attrs.frozen
+class Variant:
+    """A small model: which, with what metadata, how deep, and cut where (by default everywhere)."""
+
+    model: str
+    about: str = ""
+    metadata: dict[str, object] = attrs.field(factory=dict)
+    layers: int | None = None
+    cuts: Sequence[tuple[int, ...]] = ()
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.about}".strip()
+
+
+def _silent(model: str, *keys: str, layers: int | None = None, **values: object) -> Variant:
+    """A file that leaves keys out."""
+    names = ", ".join(key.rpartition(".")[2] for key in keys)
+    return Variant(model, f"without {names}", {**dict.fromkeys(keys), **values}, layers)
+
+
+def _pinned(model: str, layers: int, **metadata: object) -> Variant:
+    """A model whose number of layers matters; too deep for every cut."""
+    half = layers // 2
+    cuts = ((1,), (half,), (layers - 1,), (5, layers - 5), (half, half + 1))
+    return Variant(model, f"of {layers} layers", metadata, layers, cuts)
+
+
+_PATTERN = "attention.sliding_window_pattern"
+_RECURRENT = "attention.recurrent_layers"
+
+
+def _is_served(model: str) -> bool:
+    family = FAMILIES.get(tiny_architecture(model))
+    return family is not None and family.generates
+
+
+VARIANTS: tuple[Variant, ...] = (
+    *(Variant(model) for model in tiny_models() if _is_served(model)),
+    *(
+        _silent(model, _PATTERN, layers=layers)
+        for model, layers in (
+            *((name, 9) for name in ("afmoe", "cohere2", "cohere2moe", "exaone-moe", "laguna", "llama4")),
+            *((name, 9) for name in ("mellum", "muse-glimmer", "olmo2", "smallthinker")),
+            *(("gemma2", 6), ("gemma3", 8), ("gpt-oss", 6), ("plamo3", 10)),
+        )
+    ),
+    *(
+        _silent(model, _RECURRENT, full_attention_interval=2)
+        for model in ("minimax-01", "qwen35", "qwen35moe", "qwen3next", "qwen4exp")
+    ),
+    _silent("minicpm", "residual_scale", "embedding_scale", "logit_scale"),
+    _silent("grok", "embedding_scale"),
+    Variant("glm4", "without rope sections", {"rope.dimension_sections": [0, 0, 0, 0]}),
+    Variant("glm4moe", "without rope sections", {"rope.dimension_sections": [0, 0, 0, 0]}),
+    Variant("qwen3vl", "with deepstack layers", {"n_deepstack_layers": 3}),
+    Variant("kimi-k3", "with one bank", {"attn_res.block_size": 12}),
+    Variant("smollm3", "of 9 layers", layers=9),
+    *(_pinned("baichuan", layers) for layers in (32, 40)),
+    _pinned("gemma2", 46),
+    _pinned("gemma3", 62),
+    _pinned("exaone4", 64),
+)
+
+
+def engine_options() -> EngineOptions:
+    return EngineOptions(
+        context_length=128,
+        max_sequences=SEQUENCES,
+        n_batch=128,
+        n_ubatch=48,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+
+
+def load(info: SliceInfo) -> LlamaEngine:
+    return LlamaEngine.load(info, engine_options())
+
+
+def all_cuts(layers: int) -> list[tuple[int, ...]]:
+    """In two at every boundary, and in three with a middle slice of one layer."""
+    return [(cut,) for cut in range(1, layers)] + [(cut, cut + 1) for cut in range(1, layers - 1)]
+
+
+def run_variant(
+    variant: Variant, folder: Path, cuts: Iterable[tuple[int, ...]] | None = None
+) -> list[CutResult]:
+    """Make the model and cut it."""
+    model = folder / "model.gguf"
+    write_tiny_model(model, variant.model, variant.layers, metadata=variant.metadata)
+    comparison = Comparison(model, folder, load)
+    try:
+        wanted = cuts or variant.cuts or all_cuts(comparison.layers)
+        return [comparison.compare(*cut) for cut in wanted]
+    finally:
+        comparison.close()
+
+
+def _in_process(index: int) -> list[CutResult]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_variant(VARIANTS[index], Path(folder))
+
+
+def row(variant: Variant, results: Sequence[CutResult]) -> str:
+    """A line of the table."""
+    exact = sum(result.exact for result in results)
+    refused = sum(result.difference is None for result in results)
+    wrong = max((result.difference or 0.0 for result in results), default=0.0)
+    verdict = "exact" if exact and not wrong else f"wrong, by up to {wrong:.2g}" if wrong else "refused"
+    return f"| {variant} | {verdict} | {exact} | {refused or ''} |\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Cut every small model everywhere.")
+    parser.add_argument("only", nargs="*", help="architectures; without, all, and the table is written")
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    chosen = [i for i, found in enumerate(VARIANTS) if not arguments.only or found.model in arguments.only]
+    lines, failed, exact = [], 0, set()
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        arguments.workers, mp_context=context, max_tasks_per_child=8
+    ) as pool:
+        for index, results in zip(chosen, pool.map(_in_process, chosen), strict=True):
+            lines.append(row(VARIANTS[index], results))
+            sys.stdout.write(lines[-1])
+            sys.stdout.flush()
+            wrong = any(result.difference for result in results)
+            failed += wrong
+            if not wrong and any(result.exact for result in results):
+                exact.add(tiny_architecture(VARIANTS[index].model))
+    sys.stdout.write(f"{len(exact)} architectures are exact, {failed} of {len(lines)} models are not\n")
+    if not arguments.only:
+        head = "| model | verdict | ways to cut it that are exact | refused |\n| --- | --- | --- | --- |\n"
+        before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        DOCUMENT.write_text(before + BEGIN + head + "".join(lines) + END + after)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
