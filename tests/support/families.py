@@ -147,9 +147,7 @@ def main() -> int:
     chosen = [i for i, found in enumerate(VARIANTS) if not arguments.only or found.model in arguments.only]
     lines, failed, exact = [], 0, set()
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        arguments.workers, mp_context=context, max_tasks_per_child=8
-    ) as pool:
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
         for index, results in zip(chosen, pool.map(_in_process, chosen), strict=True):
             lines.append(row(VARIANTS[index], results))
             sys.stdout.write(lines[-1])
