@@ -89,6 +89,11 @@ class Endpoint:
         return self.ip is not None and self.ip.is_unspecified
 
     @property
+    def is_loopback(self) -> bool:
+        """Whether this is the machine it is asked on, as far as the address says; False for a name."""
+        return self.ip is not None and self.ip.is_loopback
+
+    @property
     def beyond_loopback(self) -> bool:
         """Whether other machines may reach a listener here, as far as the address says; False for a name."""
         return self.ip is not None and not self.ip.is_loopback

@@ -14,6 +14,8 @@ from .ring_model import Division, RingModel
 
 MIN_GAIN: Final = 0.05
 """What another number of groups must promise in tokens per second, as a part of the present ones."""
+UNPROVEN: Final = 0.9
+"""What a promise counts that was not measured."""
 SETTLE_CYCLES: Final = 8
 """Waves of each group between two changes of the number of groups."""
 REVIEW_CYCLES: Final = 2
@@ -23,6 +25,8 @@ TRIAL_CYCLES: Final = 4 * SETTLE_CYCLES
 is said of it may come from a time when the chain had something else to do."""
 MEASURED_RINGS: Final = 4
 """Rings of the present batch size before its figures are used."""
+WORTH_A_TRIAL: Final = 0.75
+"""What a number of groups must promise to be tried, as a part of the present tokens per second."""
 INDIFFERENT: Final = 0.01
 """Of groupings whose predicted rates differ by less than this, the one with fewer groups is better."""
 
@@ -32,7 +36,8 @@ class DecodeGroups:
 
     The number is the one that promises most tokens per second by what stage 0 measures: see
     :class:`~skippy.stage.ring_model.RingModel`. It changes only for MIN_GAIN and after SETTLE_CYCLES, and at
-    most doubles at once, because predictions for batches far from those measured are guesses.
+    most doubles at once, because predictions for batches far from those measured are guesses. There is one
+    for 1, 2, 3 to 4, 5 to 8 sessions and so on: while few are left at the end of many, nothing is forgotten.
 
     Sessions are known by their native sequence ids, and dealt to groups by the rank of these: neighbours
     together, sizes that differ by at most one. One belongs to a group from :meth:`join` to :meth:`leave`; it
@@ -41,12 +46,14 @@ class DecodeGroups:
     Args:
         stages: of the chain, at least 1.
         count: a number of groups that stays, as far as there are sessions; None: chosen as above.
+        width: how many stages can compute at the same time, as far as is known; None: all.
     """
 
-    def __init__(self, stages: int, count: int | None = None) -> None:
-        self._model = RingModel(stages)
+    def __init__(self, stages: int, count: int | None = None, *, width: int | None = None) -> None:
+        self._model = RingModel(stages, width)
         self._fixed = count
-        self._wanted = 1 if count is None else count
+        self._wanted = {0: 1 if count is None else count}
+        self._size_class = 0
         self._group: dict[int, int] = {}
         self._order: list[int] = []
         self._sizes: Counter[int] = Counter()
@@ -58,7 +65,7 @@ class DecodeGroups:
     @property
     def count(self) -> int:
         """How many groups there are to be: 1 to the number of sessions."""
-        return max(1, min(self._wanted, len(self._order)))
+        return max(1, min(self._wanted[self._size_class], len(self._order)))
 
     def __len__(self) -> int:
         """Sessions in all groups."""
@@ -80,6 +87,7 @@ class DecodeGroups:
         if session in self._group:
             raise ValueError(f"session {session!r} decodes already, in group {self._group[session]}")
         bisect.insort(self._order, session)
+        self._resize()
         self._group[session] = group = self._place(session)
         self._sizes[group] += 1
         return group
@@ -88,6 +96,7 @@ class DecodeGroups:
         """A session decodes no more; a row of it may be under way. KeyError if it has not joined."""
         self._sizes[self._group.pop(session)] -= 1
         self._order.remove(session)
+        self._resize()
 
     def between_waves(self, session: int) -> int:
         """A session's row is back and its next one not under way; returns the group of the next one.
@@ -135,24 +144,38 @@ class DecodeGroups:
             self._due = self._rings + REVIEW_CYCLES * self.count
             self._choose(division)
 
+    def _resize(self) -> None:
+        before, self._size_class = self._size_class, max(0, len(self._order) - 1).bit_length()
+        self._wanted.setdefault(self._size_class, self._wanted[before])
+
     def _choose(self, now: Division) -> None:
         most = min(now.sessions, 2 * now.groups)
-        rates = [self._model.rate(Division(now.sessions, groups)) for groups in range(1, most + 1)]
+        rates = [self._promise(Division(now.sessions, groups)) for groups in range(1, most + 1)]
         enough = max(rates) * (1 - INDIFFERENT)
         groups, rate = next((i, rate) for i, rate in enumerate(rates, 1) if rate >= enough)
         better = rate > rates[now.groups - 1] * (1 + MIN_GAIN)
         if not better and self._rings >= TRIAL_CYCLES * now.groups and (trial := self._untried(now)):
             groups, better = trial, True
         if better:
-            self._wanted = groups
-            self._rings = 0
-            self._due = SETTLE_CYCLES * groups
-            self._sent.clear()
-            self._measured.clear()
+            self._change(groups)
+
+    def _promise(self, division: Division) -> float:
+        return self._model.rate(division) * (1.0 if self._model.knows(division) else UNPROVEN)
+
+    def _change(self, groups: int) -> None:
+        self._wanted[self._size_class] = groups
+        self._rings = 0
+        self._due = SETTLE_CYCLES * groups
+        self._sent.clear()
+        self._measured.clear()
 
     def _untried(self, now: Division) -> int:
-        """One group more or less, if it is not known how fast that is; else 0."""
+        """One group more or less, if it is not known how fast that is and it may be fast; else 0."""
+        enough = WORTH_A_TRIAL * self._model.rate(now)
         for groups in (now.groups + 1, now.groups - 1):
-            if 1 <= groups <= now.sessions and not self._model.knows(Division(now.sessions, groups)):
+            division = Division(now.sessions, groups)
+            if not 1 <= groups <= now.sessions or self._model.knows(division):
+                continue
+            if self._model.rate(division) >= enough:
                 return groups
         return 0

@@ -13,6 +13,7 @@ Batch sizes that were not measured lie on a line ``a + c * b``, for the steps of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -34,8 +35,12 @@ TAPERING: Final = 0.7
 """The slope of a prediction beyond the largest batch that was measured, as a part of the line's: a row costs
 less in a larger batch. A promise that proves false is found out by one trial, an opportunity that is never
 taken is not found at all."""
-MEMORY: Final = 1000
-"""Rings for which a measured cycle counts more than a predicted one."""
+MEMORY: Final = 10_000
+"""Cycles, a wave of each group, for which a measured cycle counts more than a predicted one."""
+RECENT: Final = 9
+"""Rings of which the median is taken."""
+ENOUGH: Final = 3
+"""Rings before their median says anything."""
 FIXED_PART: Final = 0.5
 """The part of a step that does not depend on its rows, until two batch sizes were measured."""
 
@@ -130,16 +135,21 @@ class _Cycle:
     """What was measured with one division.
 
     Attributes:
-        ring: of its largest wave, waits included.
+        recent: rings of its largest wave, waits included. Their median counts: some meet prefill on a later
+            stage, and take ten times as long.
         seconds: between two waves of a group.
-        measured: the count of rings when it was measured last.
+        measured: the count of cycles when it was measured last.
     """
 
-    ring: float
+    recent: deque[float] = attrs.field(factory=lambda: deque(maxlen=RECENT))
     seconds: float = 0.0
-    measured: int = 0
+    measured: float = 0.0
 
-    def forgotten(self, count: int) -> bool:
+    @property
+    def ring(self) -> float:
+        return sorted(self.recent)[(len(self.recent) - 1) // 2]
+
+    def forgotten(self, count: float) -> bool:
         return count - self.measured > MEMORY
 
 
@@ -148,19 +158,21 @@ class RingModel:
 
     Args:
         stages: of the chain, at least 1.
+        most: how many of them can compute at the same time, as far as is known; default: all.
 
     Attributes:
         width: how many stages compute at the same time when there is enough to do.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, most: int | None = None) -> None:
         self._stages = stages
         self._steps = _Averages()
         self._rings = _Averages()
         self._latest: dict[int, float] = {}
         self._cycles: dict[Division, _Cycle] = {}
-        self._count = 0
-        self.width = float(stages)
+        self._count = 0.0
+        self._most = float(stages if most is None else max(1, min(stages, most)))
+        self.width = self._most
 
     def observe_step(self, groups: int, rows: int, seconds: float) -> None:
         """One batch of decode rows took so long at stage 0, while there were so many groups."""
@@ -178,15 +190,16 @@ class RingModel:
         known = self._cycles.get(division)
         if known is None:
             self._cycles = {k: cycle for k, cycle in self._cycles.items() if not cycle.forgotten(self._count)}
-            known = self._cycles[division] = _Cycle(ring)
-        known.ring += SMOOTHING * (ring - known.ring)
+            known = self._cycles[division] = _Cycle()
+        known.recent.append(ring)
+        ring = known.ring
         known.seconds = cycle = max(known.ring, division.sum(self._latest_step))
-        known.measured = self._count = self._count + 1
-        self.width += FORGETTING * (self._stages - self.width)
+        known.measured = self._count = self._count + 1 / division.groups
+        self.width += FORGETTING * (self._most - self.width)
         busy = self._is_busy(division, known)
         if not busy or (rows in self._rings and ring < self._rings[rows]):
             self._rings.add(rows, ring)
-        width = self._work(division) / cycle
+        width = min(self._most, self._work(division) / cycle)
         if busy:
             self.width += SMOOTHING * (max(1.0, width) - self.width)
         self.width = max(self.width, width)
@@ -227,10 +240,10 @@ class RingModel:
         known, they are taken to be equal.
         """
         fixed, each = self._steps.line()
+        beyond = [self._rings[size] - self._stages * self.step(size) for size in self._rings]
         if len(self._rings) > 1 and len(self._steps) > 1 and each * max(self._rings) > 0.1 * fixed:
             ring_fixed, ring_each = self._rings.line()
-            return max(0.0, ring_fixed - fixed * ring_each / each)
-        beyond = [self._rings[size] - self._stages * self.step(size) for size in self._rings]
+            return max(0.0, min(ring_fixed - fixed * ring_each / each, *beyond))
         return max(0.0, sum(beyond) / len(beyond))
 
     def _work(self, division: Division) -> float:
@@ -240,8 +253,12 @@ class RingModel:
 
     def knows(self, division: Division) -> bool:
         """Whether the chain has run with such groups not long ago."""
-        known = self._cycles.get(division)
-        return known is not None and not known.forgotten(self._count)
+        cycle = self._cycles.get(division)
+        return cycle is not None and len(cycle.recent) >= ENOUGH and not cycle.forgotten(self._count)
+
+    def known(self) -> Iterator[Division]:
+        """The groupings that :meth:`knows` is true of."""
+        return (division for division in self._cycles if self.knows(division))
 
     def rate(self, division: Division) -> float:
         """Tokens per second with such groups. After the first ring.
@@ -249,8 +266,7 @@ class RingModel:
         Waves do not overtake each other, so the largest one sets the pace of all. What was measured not long
         ago counts instead of what is predicted.
         """
-        known = self._cycles.get(division)
-        if known is not None and not known.forgotten(self._count):
-            return division.sessions / known.seconds
+        if self.knows(division):
+            return division.sessions / self._cycles[division].seconds
         busy = max(self._work(division) / self.width, division.sum(self.step))
         return division.sessions / max(self.ring(division.largest), busy)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+import attrs
 import trio
 
 from skippy.engine import EngineError, EngineInfo, StageEngine, Vocabulary
@@ -215,12 +216,25 @@ class Scheduler:
         self._runtime.post(lambda: call(engine))
 
 
+@attrs.frozen
+class ChainShape:
+    """The stages that a decode step passes through.
+
+    Attributes:
+        stages: at least 1.
+        width: how many of them can compute at the same time, as far as is known; None: all.
+    """
+
+    stages: int = 1
+    width: int | None = None
+
+
 @contextlib.asynccontextmanager
 async def open_scheduler(
     make_engine: Callable[[], StageEngine],
     runtime: Runtime,
     *,
-    count_stages: Callable[[EngineInfo], int] = lambda _: 1,
+    chain_of: Callable[[EngineInfo], ChainShape] = lambda _: ChainShape(),
     mixed_rows: int | None = None,
     safe: bool = False,
     telemetry: Telemetry = NULL_TELEMETRY,
@@ -228,7 +242,7 @@ async def open_scheduler(
     """Load the engine on the runtime and close it there when the block is left.
 
     Args:
-        count_stages: how many stages decode steps that begin here pass through.
+        chain_of: what decode steps that begin here pass through.
         mixed_rows, safe, telemetry: as :class:`Iterations` has them.
 
     Cancellation: a load that has begun goes on to its end; the engine it makes is closed right behind it.
@@ -237,8 +251,9 @@ async def open_scheduler(
 
     def load() -> None:
         engine = make_engine()
-        stages = count_stages(engine.info)
-        groups = DecodeGroups(stages) if stages > 1 and runtime.waits else None
+        chain = chain_of(engine.info)
+        grouped = chain.stages > 1 and runtime.waits
+        groups = DecodeGroups(chain.stages, width=chain.width) if grouped else None
         waves = WaveQueue(groups, patient=runtime.waits)
         iterations = Iterations(engine, waves, mixed_rows=mixed_rows, safe=safe, telemetry=telemetry)
         loaded.append((engine, iterations))

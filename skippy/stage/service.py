@@ -13,7 +13,7 @@ import trio
 
 from skippy.config import Endpoint, StageConfig, StageOptions, StageTopology, check_links
 from skippy.config.links import TLS_SCHEMES
-from skippy.engine import EngineInfo, StageEngine, Vocabulary
+from skippy.engine import EngineInfo, StageEngine, Vocabulary, usable_cores
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .accepting import serve_listener
@@ -28,7 +28,7 @@ from .liveness import Liveness
 from .nurseries import open_hidden_nursery
 from .returns import ReturnHub
 from .runtime import InlineRuntime, Runtime, open_runtime_thread
-from .scheduler import Scheduler, open_scheduler
+from .scheduler import ChainShape, Scheduler, open_scheduler
 from .tokenizer import Tokenizer, TokenizerError
 
 ENDING_SECS = 1.0
@@ -183,7 +183,7 @@ async def _open_scheduler(
     async with open_scheduler(
         make_engine,
         runtime,
-        count_stages=functools.partial(_count_stages, config, topology),
+        chain_of=functools.partial(_chain_of, config, topology),
         mixed_rows=config.batch_max_tokens,
         safe=safe,
         telemetry=telemetry,
@@ -217,13 +217,16 @@ def _tokenizer(context: StageContext, identity: ModelIdentity | None) -> Tokeniz
     return Tokenizer(vocabulary, context.config.model_id, digest)
 
 
-def _count_stages(config: StageConfig, topology: StageTopology | None, info: EngineInfo) -> int:
-    """How many stages decode steps that begin at this one pass through: 1 but for stage 0."""
+def _chain_of(config: StageConfig, topology: StageTopology | None, info: EngineInfo) -> ChainShape:
+    """What decode steps that begin at this stage pass through: nothing else, but for those of stage 0."""
     if config.stage_index or info.is_last:
-        return 1
-    if topology is not None:
-        return len(topology.stages)
-    return max(2, round(info.layer_count / (info.layer_end - info.layer_start)))
+        return ChainShape()
+    if topology is None:
+        return ChainShape(max(2, round(info.layer_count / (info.layer_end - info.layer_start))))
+    places = [stage.address for stage in topology.stages]
+    own = places[config.stage_index].host
+    here = sum(place.is_loopback or place.host == own for place in places)
+    return ChainShape(len(places), len(places) - here + min(here, usable_cores()))
 
 
 async def _listen(config: StageConfig, transport: Transport, sock: socket.socket | None) -> Listener:

@@ -99,6 +99,8 @@ class WaveQueue:
         self._local: dict[int, _Group] = {}
         self._sending: _Sent | None = None
         self._number = 0
+        self._behind_prefill = False
+        self._probe: _Sent | None = None
         self.cut_waves = 0
         """Waves so far that left without all their rows."""
         self.step_secs = 0.0
@@ -151,6 +153,8 @@ class WaveQueue:
         self._returns.observe(spread)
         ring = now - sent.began_at
         self._ring_secs += (ring - self._ring_secs) * (0.25 if self._ring_secs else 1.0)
+        if sent is self._probe:
+            self._behind_prefill, self._probe = False, None
         if sent.measured and self._groups is not None:
             self._groups.observe_ring(sent.rows, now - sent.sent_at)
 
@@ -163,15 +167,21 @@ class WaveQueue:
                 if sequence in sent.away:
                     sent.away.remove(sequence)
                     sent.measured = False
+                    if sent is self._probe and not sent.away:
+                        self._probe = None
             group.sent = [sent for sent in group.sent if sent.away]
         if sequence in self._groups:
             self._groups.leave(sequence)
 
     def disturbed(self) -> None:
-        """The engine has computed prefill: waves that are under way may meet it on later stages, too."""
+        """The engine has computed prefill: waves that are under way may meet it on later stages, too.
+
+        So may those behind it. What was sent later and is back has it out of the way.
+        """
         for group in self._local.values():
             for sent in group.sent:
                 sent.measured = False
+        self._behind_prefill, self._probe = True, None
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """The batch of decode rows that was taken last took this long, and had nothing else in it."""
@@ -179,7 +189,10 @@ class WaveQueue:
         if self._groups is not None and self._sending is not None:
             self._groups.observe_step(rows, seconds)
             self._sending.sent_at += seconds
-            self._sending.measured = True
+            if self._behind_prefill:
+                self._probe = self._probe or self._sending
+            else:
+                self._sending.measured = True
             self._sending = None
 
     # -- when they may run -----------------------------------------------------------------------------

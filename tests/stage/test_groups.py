@@ -119,6 +119,44 @@ def test_rings_without_sessions_or_steps_are_no_error() -> None:
     assert groups.count == 1
 
 
+def test_what_was_found_for_so_many_sessions_is_taken_up_again() -> None:
+    groups = DecodeGroups(3)
+    for session in range(8):
+        groups.join(session)
+    for _ in range(8):
+        groups.observe_step(8, 1.0)
+        groups.observe_ring(8, 2.0)
+    assert groups.count == 2
+    for _ in range(8):
+        groups.observe_step(4, 0.6)
+        groups.observe_ring(4, 1.2)
+    for session in range(1, 8):
+        groups.leave(session)
+    for _ in range(20):
+        groups.observe_step(1, 0.3)
+        groups.observe_ring(1, 0.6)
+    assert groups.count == 1
+    for session in range(1, 8):
+        groups.join(session)
+    assert groups.count == 2
+
+
+def test_no_more_stages_compute_at_once_than_can() -> None:
+    """Three stages on two processors: four waves of two, each half of a wave of four, gain nothing."""
+    model = RingModel(3, 2)
+    for _ in range(40):
+        model.observe_step(1, 8, 8.0)
+        model.observe_ring(Division(8, 1), 16.0)
+        model.observe_step(2, 4, 4.0)
+        model.observe_ring(Division(8, 2), 8.0)
+    assert model.width == pytest.approx(2)
+    assert model.rate(Division(8, 2)) == pytest.approx(8 / 12)
+    assert model.rate(Division(8, 4)) == pytest.approx(8 / 12)
+    for _ in range(40):  # a wave that was held up makes the chain no wider
+        model.observe_ring(Division(8, 2), 80.0)
+    assert model.width <= 2
+
+
 class GroupsMachine(RuleBasedStateMachine):
     """Any order of events: nobody is lost, nobody moves unasked, and neighbours come together."""
 

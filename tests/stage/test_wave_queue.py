@@ -247,6 +247,47 @@ def test_one_that_has_left_is_not_waited_for() -> None:
     assert sequences(queue.take_ready(1.0, MANY)) == [0]
 
 
+class Rings(DecodeGroups):
+    """Notes what it is told of rings."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.seen: list[float] = []
+
+    def observe_ring(self, batch_size: int, seconds: float) -> None:
+        self.seen.append(seconds)
+
+
+def test_rings_that_may_have_met_prefill_do_not_count() -> None:
+    """Prefill that has left this stage may still be ahead, until a wave sent behind it is back."""
+    groups = Rings()
+    queue = WaveQueue(groups)
+    queue.add(step_of(0, forms_waves=True), 0.0)
+
+    def ring(start: float, seconds: float, *, prefill: bool = False) -> None:
+        queue.take_ready(start, MANY)
+        queue.observe_step(1, 0.0)
+        if prefill:
+            queue.disturbed()
+        queue.add(step_of(0, forms_waves=True), start + seconds)
+
+    ring(1.0, 0.5)
+    assert groups.seen == [0.5]
+    ring(2.0, 0.7, prefill=True)  # it may meet the prefill
+    ring(3.0, 0.8)  # or wait behind it
+    assert groups.seen == [0.5]
+    ring(4.0, 0.6)
+    assert groups.seen == pytest.approx([0.5, 0.6])
+    queue.disturbed()
+    queue.take_ready(5.0, MANY)
+    queue.observe_step(1, 0.0)
+    queue.leave(0)  # the wave that was to come back does not
+    queue.add(step_of(0, forms_waves=True), 6.0)
+    ring(6.0, 0.9)
+    ring(7.0, 0.4)
+    assert groups.seen == pytest.approx([0.5, 0.6, 0.4])
+
+
 def test_no_stage_is_told_to_wait_for_a_row_that_nobody_wants() -> None:
     queue = local(0, 1)
     gone = step_of(2, forms_waves=True)
