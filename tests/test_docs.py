@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skippy.cli.config_docs import render
+from skippy.cli.run import run
 from skippy.config import StageConfig, from_json_value
 
 ROOT = Path(__file__).parent.parent
@@ -55,3 +56,12 @@ def test_links_between_pages_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text("utf-8")):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_every_option_of_run_is_in_its_section() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    section = page.partition("## One machine\n")[2].partition("\n## Two machines\n")[0]
+    told = set(re.findall(r"`(--?[a-z0-9-]+)", section))
+    names = {name for option in run.params if not getattr(option, "hidden", False) for name in option.opts}
+    assert names - {"--help", "-h"} <= told
+    assert told - names <= {"--layers"}, "not an option of skippy run"

@@ -155,8 +155,9 @@ def run_demo(verbose: bool, telemetry_level: str | None, max_restarts: int, **va
 
         def loading() -> None:
             done, total = (sum(numbers) for numbers in zip(*(c.loaded for c in chain.children), strict=True))
-            if total:
-                progress("load", done, total)
+            # Before every stage has begun, nobody knows how much it is.
+            known = all(child.loaded[1] for child in chain.children)
+            progress("load", done, total if known else 0)
 
         def ready() -> None:
             progress.stop()

@@ -79,7 +79,7 @@ def _stages(status: Mapping[str, Any]) -> Table:
     hops = status["hops"] or {}
     rows = []
     for stage in status["stages"]:
-        end = "…" if stage["layer_end"] is None else int(stage["layer_end"]) - 1
+        end = "…" if stage["layer_end"] is None else stage["layer_end"]
         notes = []
         for times in status["times"]:
             if times["index"] == stage["index"]:
@@ -92,9 +92,7 @@ def _stages(status: Mapping[str, Any]) -> Table:
             notes.append(
                 f"longest hop: {hops['edge_write_ms']:.1f} ms to write, {hops['edge_wait_ms']:.1f} ms waiting"
             )
-        rows.append(
-            [stage["stage_id"], f"{stage['layer_start']} to {end}", stage["endpoint"], "; ".join(notes)]
-        )
+        rows.append([stage["stage_id"], f"{stage['layer_start']}:{end}", stage["endpoint"], "; ".join(notes)])
     return _table(["stage", "layers", "at", "last prompt"], rows)
 
 

@@ -136,7 +136,7 @@ class AccessPolicy:
             return
         if self._running[key] >= self._limit:
             raise ApiError(
-                f"this API key has {self._limit} requests running, which is all it may have at once",
+                f"requests of this API key that run: {self._limit}, which is all it may have at once",
                 status=429,
                 retry_after_secs=BUSY_RETRY_SECS,
             )

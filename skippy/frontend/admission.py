@@ -376,7 +376,7 @@ class AdmissionGate:
     def _check_room(self) -> None:
         running, waiting = len(self._running), self.queue_depth
         if running + waiting >= max(running, self.concurrency) + self.queue_capacity:
-            text = f"{running} requests run and {waiting} wait, which is all there is room for"
+            text = f"requests that run: {running}, that wait: {waiting}; there is room for no more"
             raise self._refuse("queue_full", text)
 
     def _refuse(self, reason: str, text: str) -> TooManyRequests:

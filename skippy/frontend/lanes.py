@@ -253,9 +253,9 @@ class LanePool:
                 if self._last_error != self._reported:  # once, not once per lane and attempt
                     self._reported = self._last_error
                     log.error("the next stage cannot be reached; trying again", reason=self._last_error)
-                self._stage.context.telemetry.emit(
-                    names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACE_FAILED, error=self._last_error
-                )
+                    self._stage.context.telemetry.emit(
+                        names.STAGE_OPENAI_DOWNSTREAM_LANE_REPLACE_FAILED, error=self._last_error
+                    )
             except* Exception as group:
                 # A fault of ours: it must not take the other lanes with it, and must not stay unseen.
                 self._last_error = "a lane failed by a fault of this program; see its log"

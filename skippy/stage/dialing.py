@@ -167,7 +167,11 @@ async def _shake_hands(
             buffer = bytearray(handshake.bytes_wanted)
             count = await link.receive_into(memoryview(buffer))
             if count == 0:
-                raise LinkClosed("it closed the connection before it was ready")
+                wants = "it may ask for one" if token is None else "its own may be another, or none"
+                raise LinkClosed(
+                    "it closed the connection before it was ready; if this goes on, see its log, and the "
+                    f"link token: {wants}"
+                )
             handshake.receive_data(buffer[:count])
             if handshake.awaits_admission and patience.deadline == math.inf:
                 patience.deadline = trio.current_time() + answer_secs

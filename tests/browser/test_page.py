@@ -253,9 +253,9 @@ async def test_the_chain_on_a_screen_and_on_a_phone(profile: Path) -> None:
         await page.until("document.querySelectorAll('#lanes tr').length === 3")
         stages = await page.js("[...document.querySelectorAll('#stages li')].map(e => e.innerText)")
         assert [stage.split("\n") for stage in stages] == [
-            ["stage-0", "layers 0–1", "2 layers"],
-            ["stage-1", "layers 2–3", "2 layers"],
-            ["stage-2", "layers 4–5", "2 layers"],
+            ["stage-0", "layers 0:2", "2 layers"],
+            ["stage-1", "layers 2:4", "2 layers"],
+            ["stage-2", "layers 4:6", "2 layers"],
         ]
         async with trio.open_nursery() as nursery:
 

@@ -53,7 +53,7 @@ async def test_one_table() -> None:
     assert lines[0][:3] == ["tokens/s", "running", "queue"]
     assert "1 of 2" in result.output
     assert [line[:2] for line in lines if line[0].startswith("stage-")] == [
-        ["stage-0", "0"], ["stage-1", "2"], ["stage-2", "4"],
+        ["stage-0", "0:2"], ["stage-1", "2:4"], ["stage-2", "4:6"],
     ]  # fmt: skip
     assert "slowest: " in result.output
     states = [line[1] for line in lines if line[0].isdecimal() and len(line) in (2, 9)]

@@ -136,7 +136,7 @@ async def test_a_full_queue(autojump_clock: trio.testing.MockClock) -> None:
     assert sorted(clients.refused) == ["f", "g"]
     error = clients.refused["f"]
     assert isinstance(error, TooManyRequests)
-    assert str(error) == "2 requests run and 3 wait, which is all there is room for; try again in 1 s"
+    assert str(error) == "requests that run: 2, that wait: 3; there is room for no more; try again in 1 s"
     assert (error.status, error.code, error.retry_after_secs) == (429, "rate_limit_exceeded", 1)
     rejected = [event.attributes for event in sink.events if event.name.endswith("admission_rejected")]
     assert (

@@ -221,7 +221,7 @@ async def test_a_prompt_in_the_making_counts(monkeypatch: pytest.MonkeyPatch) ->
                     clients.cancel_scope.cancel()
             assert caught.value.status == 429
             assert caught.value.message.startswith(
-                "0 requests run and 2 wait, which is all there is room for"
+                "requests that run: 0, that wait: 2; there is room for no more"
             )
             answer = await service.completion(wanted, Caller(nursery=nursery, request_id="r"))
             assert answer.status_code == 200

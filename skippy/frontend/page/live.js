@@ -68,13 +68,13 @@ function showRate(rate) {
 
 function showStages({ stages, hops, times }) {
   const rows = stages.map((stage) => {
-    const end = stage.layer_end === null ? "…" : stage.layer_end - 1;
+    const end = stage.layer_end ?? "…";
     const count = stage.layer_end === null ? "" : `${stage.layer_end - stage.layer_start} layers`;
     const row = element(
       "li",
       { title: stage.endpoint },
       element("strong", { textContent: stage.stage_id }),
-      element("span", { textContent: `layers ${stage.layer_start}–${end}` }),
+      element("span", { textContent: `layers ${stage.layer_start}:${end}` }),
       element("span", { textContent: count }),
       ...timeLines(times.find((one) => one.index === stage.index)),
     );
