@@ -32,11 +32,12 @@ from skippy.protocol import (
     encode_reply,
     encode_transport_auth,
 )
+from tests.support.checkpoints import write_checkpoint, write_sentencepiece
 from tests.support.tiny_models import write_tiny
 
 from . import CORPUS
 from .stages import BARE_REQUEST, LOADED, REQUEST, TOKEN
-from .targets import STATE_IDENTITY, WIDTHS
+from .targets import CHECKPOINT_ENTRY, CHECKPOINT_FILES, STATE_IDENTITY, WIDTHS
 
 ROOT: Final = Path(__file__).parents[1]
 MAX_SEED: Final = 1024
@@ -155,6 +156,19 @@ def gguf_seeds() -> Seeds:
     yield "empty", b"GGUF" + (3).to_bytes(4, "little") + bytes(16)
 
 
+def checkpoint_seeds() -> Seeds:
+    for family, shards, pieces in (("llama", 1, False), ("gemma", 2, True), ("mixtral", 1, False)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = write_checkpoint(
+                Path(name), family, layers=1, width=4, heads=2, kv_heads=1, feed_forward=4, shards=shards
+            )
+            if pieces:
+                write_sentencepiece(folder)
+            files = [(index, folder / name) for index, name in enumerate(CHECKPOINT_FILES)]
+            data = [(index, path.read_bytes()) for index, path in files if path.is_file()]
+            yield family, b"".join(CHECKPOINT_ENTRY.pack(index, len(text)) + text for index, text in data)
+
+
 def state_seeds() -> Seeds:
     for name, namespace, tokens, schedule, state in (
         ("small", "", [1], [], b"s"),
@@ -241,6 +255,7 @@ def write(root: Path) -> None:
         "admission": admission_seeds(),
         "machines": machine_seeds(),
         "gguf": gguf_seeds(),
+        "checkpoint": checkpoint_seeds(),
         "states": state_seeds(),
         "config": config_seeds(),
         "topology": topology_seeds(),

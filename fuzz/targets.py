@@ -8,6 +8,7 @@ test promises more (pieces make no difference, what was decoded encodes again), 
 from __future__ import annotations
 
 import contextlib
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -20,6 +21,8 @@ from skippy.frontend.errors import ApiError
 from skippy.frontend.schemas import parse_chat, parse_completion
 from skippy.kv.statefile import StateFileError, name_of, parse_head, read_state
 from skippy.models import GGUFHeader, ModelError, SliceInfo, inspect_model, plan_slice
+from skippy.models.checkpoint import Conversion, Recipe
+from skippy.models.checkpoint.folder import INDEX, TEXTS, WEIGHTS
 from skippy.models.gguf import LazyArray
 from skippy.protocol import (
     AdmissionAnswer,
@@ -224,6 +227,22 @@ def gguf(data: bytes) -> None:
                 look()
 
 
+def checkpoint(data: bytes) -> None:
+    """A checkpoint's folder, converted: its files one after another, each with a number and a length."""
+    with tempfile.TemporaryDirectory(dir=_scratch()) as name:
+        folder, rest = Path(name), data
+        while len(rest) > CHECKPOINT_ENTRY.size:
+            index, length = CHECKPOINT_ENTRY.unpack_from(rest)
+            rest = rest[CHECKPOINT_ENTRY.size :]
+            (folder / CHECKPOINT_FILES[index % len(CHECKPOINT_FILES)]).write_bytes(rest[:length])
+            rest = rest[length:]
+        with contextlib.suppress(ModelError):
+            conversion = Conversion.prepare(folder, Recipe())
+            conversion.write_outline(folder / "outline.gguf")
+            for tensor in GGUFHeader.read(folder / "outline.gguf").tensors.values():
+                assert sum(map(len, conversion.data(tensor))) == tensor.nbytes
+
+
 def states(data: bytes) -> None:
     """A file that keeps a state: its head, then all of it under the name that its head gives it."""
     size = int.from_bytes(data[12:16], "little")
@@ -294,6 +313,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "admission": admission,
     "machines": machines,
     "gguf": gguf,
+    "checkpoint": checkpoint,
     "states": states,
     "config": config,
     "topology": topology,
@@ -303,5 +323,14 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
 """By name, for the command line and the corpus folders."""
 
 
+CHECKPOINT_FILES: Final = (
+    *TEXTS,
+    WEIGHTS,
+    INDEX,
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+)
+CHECKPOINT_ENTRY: Final = struct.Struct("<BI")
+"""How an input of ``checkpoint`` says which file follows, and how long it is."""
 HEADS: Final = {"frames": 2, "replies": 1, "annex": 1, "handshake": 1}
 """Bytes at the start of an input that steer its target, where there are any."""

@@ -31,7 +31,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if size > limit:
             raise CheckpointError(path, f"has {size} bytes, at most {limit} are read")
         try:
-            return file.read(limit)
+            return file.read(size)  # a buffer of so many bytes, so not of `limit`
         except OSError as error:
             raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
 
