@@ -226,9 +226,11 @@ def _ensure_converted(
         progress,
         lambda: conversion.content_sha256(names, progress),
     )
-    return _ensure(
-        folder, f"{conversion.digest}.{own[:16]}", conversion.digest, plan, progress, conversion.data
-    )
+    key = f"{conversion.digest}.{own[:16]}"
+    info = _ensure(folder, key, conversion.digest, plan, progress, conversion.data)
+    # The digest is the same on all stages and knows samples only; kept states belong to these very bytes.
+    content = hashlib.sha256(f"{conversion.digest} {own}".encode()).hexdigest()
+    return attrs.evolve(info, content_sha256=content)
 
 
 def _ensure(

@@ -91,7 +91,7 @@ class SliceInfo:
         tied: the whole model's head shares the token embedding's weights.
         source_sha256: hash of the file a slice was cut from; None for a whole model.
         file_bytes: the file's length; a sparse file takes less on disk.
-        content_sha256: digest of the parts of the layer package that it was cut from; None if it was not.
+        content_sha256: digest of what of a layer package or a checkpoint is in it; None of anything else.
     """
 
     path: Path

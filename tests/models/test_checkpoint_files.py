@@ -117,6 +117,18 @@ def test_what_a_folder_is(folder: Path) -> None:
     assert not is_checkpoint(folder / "config.json")
     assert not is_checkpoint(folder.parent)
     assert "model.layers.1.mlp.up_proj.weight" in Checkpoint.open(folder).tensors
+    (folder / "model-package.json").write_text("{}")  # such a folder may have a config.json, too
+    assert not is_checkpoint(folder)
+
+
+def test_a_folder_without_safetensors(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"has no weights; expected model\.safetensors or .* its shards"
+    ):
+        ensure_slice(folder, 0, 1, cache_dir=folder / "c")
 
 
 def index_of(folder: Path) -> dict[str, Any]:
@@ -247,4 +259,6 @@ def test_a_changed_row_that_no_sample_meets_makes_another_slice(tmp_path: Path) 
     assert Checkpoint.open(folder).fingerprint() == before
     second = ensure_slice(folder, 0, 1, cache_dir=tmp_path / "c")
     assert first.path != second.path
+    assert first.source_sha256 == second.source_sha256  # what stages compare
+    assert None is not first.content_sha256 != second.content_sha256  # what kept states belong to
     assert GGUFHeader.read(second.path).tensors.keys() == GGUFHeader.read(first.path).tensors.keys()

@@ -12,6 +12,7 @@ from typing import Any, Final
 import attrs
 
 from skippy.models.errors import CheckpointError, show
+from skippy.models.manifest import MANIFEST
 
 from .safetensors import StoredTensor, read_header
 from .texts import MAX_CONFIG, MAX_INDEX, MAX_TOKENIZER, read_bytes, read_object
@@ -36,9 +37,9 @@ _SAMPLE: Final = 4096  # bytes
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a folder with the files of a checkpoint; they may be damaged."""
+    """Whether ``path`` is a checkpoint's folder, which may be damaged or incomplete, and no layer package."""
     folder = Path(path)
-    return (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+    return (folder / CONFIG).is_file() and not (folder / MANIFEST).is_file()
 
 
 @attrs.frozen(slots=True, eq=False)
@@ -73,7 +74,7 @@ class Checkpoint:
         elif (folder / WEIGHTS).is_file():
             tensors = read_header(folder / WEIGHTS)
         else:
-            raise CheckpointError(folder, f"has no weights; expected {WEIGHTS} or {INDEX}")
+            raise CheckpointError(folder, f"has no weights; expected {WEIGHTS} or {INDEX} with its shards")
         return cls(folder, config, tensors)
 
     def texts(self) -> Iterator[Path]:
