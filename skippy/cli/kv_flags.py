@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import attrs
 import click
 
-from skippy.config import KvCacheConfig
+from skippy.config import ConfigError, KvCacheConfig
 from skippy.config.kv import KvPayload
 from skippy.kv.settings import MAX_ENTRIES
 
@@ -55,7 +56,14 @@ def kv_cache(values: dict[str, Any]) -> KvCacheConfig | None:
     """What the options ask for, which are taken out of ``values``; None where none is given.
 
     Raises:
-        ConfigError: a value that the key cannot have.
+        ConfigError: a value that the key cannot have, by the name of the option.
     """
-    given = {key: value for name, key in OPTIONS.items() if (value := values.pop(name)) is not None}
-    return KvCacheConfig(**given) if given else None
+    given = {name: value for name in OPTIONS if (value := values.pop(name)) is not None}
+    config = KvCacheConfig()
+    for name, value in given.items():
+        changes: dict[str, Any] = {OPTIONS[name]: value}
+        try:
+            config = attrs.evolve(config, **changes)
+        except ConfigError as error:
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
+    return config if given else None

@@ -52,10 +52,17 @@ def require(condition: bool, text: str) -> None:
 
 
 def require_text(value: Any, *names: str) -> None:
-    """Refuse blank strings in the named attributes (None passes)."""
+    """Refuse strings in the named attributes that are blank, or can name no file (None passes)."""
     for name in names:
         text = getattr(value, name)
-        require(text is None or bool(text.strip()), f"{name}: must not be empty")
+        if text is None:
+            continue
+        require(bool(text.strip()), f"{name}: must not be empty")
+        require("\0" not in text, f"{name}: must not contain a null character")
+        try:
+            text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise ConfigError(f"{name}: must not contain half of a surrogate pair") from None
 
 
 def require_range(value: Any, low: int, high: int, *names: str) -> None:

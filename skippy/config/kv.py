@@ -145,7 +145,10 @@ def with_environment(
         config = attrs.evolve(config, mode=auto)
     directory = environment.get(DIRECTORY_VARIABLE)
     if config is not None and config.directory is None and directory:
-        config = attrs.evolve(config, directory=directory)
+        try:
+            config = attrs.evolve(config, directory=directory)
+        except ConfigError as error:
+            raise ConfigError(f"{DIRECTORY_VARIABLE}: {error}") from None
     return config
 
 

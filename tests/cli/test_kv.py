@@ -140,5 +140,12 @@ def test_the_options_of_run() -> None:
     assert kv_flags.kv_cache(given) == KvCacheConfig(
         mode="record", directory="/x", audit_rate=0.5, max_entries=0
     )
-    with pytest.raises(ConfigError, match="audit_rate: is 2"):
-        kv_flags.kv_cache({**nothing, "kv_audit_rate": 2.0})
+    for wrong, text in (
+        ({"kv_audit_rate": 2.0}, "--kv-audit-rate: audit_rate: is 2.0, must be 0 to 1"),
+        ({"kv_audit_rate": float("nan")}, "--kv-audit-rate: audit_rate: is nan, must be 0 to 1"),
+        ({"kv_dir": ""}, "--kv-dir: directory: must not be empty"),
+        ({"kv_max_bytes": 2**63}, f"--kv-max-bytes: max_bytes: is {2**63}, must be 0 to {2**63 - 1}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            kv_flags.kv_cache({**nothing, "kv_cache": "record", **wrong})
+        assert str(caught.value) == text

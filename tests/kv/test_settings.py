@@ -33,6 +33,8 @@ def test_defaults_are_the_references() -> None:
         ({"shared_prefix_stride_tokens": 0}, "kv_cache.shared_prefix_stride_tokens: is 0, must be 1 to"),
         ({"audit_rate": 1.5}, "kv_cache.audit_rate: is 1.5, must be 0 to 1"),
         ({"directory": " "}, "kv_cache.directory: must not be empty"),
+        ({"directory": "a\0b"}, "kv_cache.directory: must not contain a null character"),
+        ({"directory": "\ud800"}, "kv_cache.directory: must not contain half of a surrogate pair"),
         ({"directory_max_bytes": 0}, "kv_cache.directory_max_bytes: is 0, must be 1 to"),
         ({"extra_sequences": 253}, "kv_cache.extra_sequences: and lane_count are 257 sequences, at most 256"),
     ],
@@ -131,6 +133,7 @@ def test_a_host_chooses_for_auto() -> None:
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
+        ({"SKIPPY_KV_CACHE": "on", "SKIPPY_KV_DIR": " "}, "SKIPPY_KV_DIR: directory: must not be empty"),
         ({"SKIPPY_KV_CACHE": "maybe"}, "SKIPPY_KV_CACHE: is 'maybe', must be one of auto, record, 0, off"),
         ({"SKIPPY_KV_CACHE": "on", "SKIPPY_PREFIX_CACHE": "2"}, "SKIPPY_PREFIX_CACHE: is '2'"),
         (

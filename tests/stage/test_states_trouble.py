@@ -133,6 +133,28 @@ async def test_random_trouble(
     assert len(told) <= 4 * 3 * 5, "each stage tells of each thing once, in each of its lives"
 
 
+async def test_budgets_around_the_size_of_one_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What does not fit is not kept, and what is there stays; nobody notices."""
+    kv: dict[str, Any] = {"directory": str(tmp_path)}
+    with trio.fail_after(30):
+        async with cached_cluster(1, kv=kv, **ONE) as cluster, driver_of(cluster) as driver:
+            await ask(driver, PROMPTS[0], 0)
+            durable = tier(cluster, 0).durable
+            assert durable is not None
+            size, path = durable.stats().bytes, durable.path / "states"
+        for budget, kept in ((size, 1), (size - 1, 0), (1, 0), (2 * size, 2)):
+            kv["directory_max_bytes"] = budget
+            async with cached_cluster(1, kv=kv, **ONE) as cluster, driver_of(cluster) as driver:
+                cache_of(cluster, 0).forget_all("all")
+                for prompt in PROMPTS[:4]:
+                    await ask(driver, prompt, 0)
+                assert len(os.listdir(path)) == kept
+                assert sum(file.stat().st_size for file in path.iterdir()) <= budget
+                await ask(driver, PROMPTS[3], LAST)
+                await ask(driver, PROMPTS[1], 0)
+        assert not caplog.records
+
+
 async def test_a_folder_that_is_removed_under_a_stage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
