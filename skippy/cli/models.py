@@ -74,8 +74,16 @@ def describe(summary: ModelSummary) -> list[tuple[str, Any]]:
     )
     lines.append(("per layer", _range_text(summary.bytes_per_layer)))
     lines.append(("outside layers", size_text(summary.other_bytes)))
-    lines.append(("can be split", f"no: {summary.unsplittable}" if summary.unsplittable else "yes"))
+    lines.append(("can be split", _cuts_text(summary)))
     return lines
+
+
+def _cuts_text(summary: ModelSummary) -> str:
+    if summary.unsplittable is not None:
+        return f"no: {summary.unsplittable}"
+    if len(summary.cuts) == summary.slice.layer_count - 1:
+        return "at every layer"
+    return "at layers " + ", ".join(map(str, summary.cuts))
 
 
 def _range_text(sizes: tuple[int, ...]) -> str:

@@ -26,6 +26,9 @@ from skippy.models.gguf import GGUFHeader, LazyArray, Scalar
 LEADING_COUNTS = ("leading_dense_block_count", "hash_layer_count")
 """Numbers of layers at the beginning that are unlike the others."""
 
+MOST_LAYERS = 512
+"""What llama.cpp takes."""
+
 Kinds = frozenset[tuple[str, Scalar]]
 
 
@@ -59,6 +62,8 @@ def pick_layers(header: GGUFHeader, family: Family, start: int, end: int, count:
         CutError: no choice of spare layers would make it right.
         GGUFError: the file's metadata is damaged.
     """
+    if count > MOST_LAYERS:
+        raise CutError(family.architecture, f"it has {count} layers, llama.cpp takes at most {MOST_LAYERS}")
     if pins_count(family, count) or (family.lead is Lead.ALL and start > 0):
         front, back = _pinned(family, start, end, count)
     else:

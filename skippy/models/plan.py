@@ -29,7 +29,7 @@ from skippy.models.info import (
     split_layer_name,
     vocabulary_size,
 )
-from skippy.models.layers import Picks, check_cut, entry_node, pick_layers
+from skippy.models.layers import MOST_LAYERS, Picks, check_cut, entry_node, pick_layers
 from skippy.models.metadata import Entry, entry, lookup_layers, plan_metadata, text_bytes
 from skippy.models.tensor_types import tensor_bytes
 
@@ -287,7 +287,7 @@ def possible_cuts(header: GGUFHeader) -> tuple[int, ...]:
     """
     count = layer_count(header)
     cuts: list[int] = []
-    for cut in range(1, count):
+    for cut in range(1, count if count <= MOST_LAYERS else 0):
         try:
             for start, end in ((0, cut), (cut, count)):
                 family = family_of(header)

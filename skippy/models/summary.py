@@ -13,6 +13,7 @@ from skippy.models.families import family_of
 from skippy.models.gguf import GGUFHeader
 from skippy.models.info import SliceInfo, is_slice, layer_count, split_layer_name
 from skippy.models.package import read_model
+from skippy.models.plan import possible_cuts
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class ModelSummary:
         quantisation: bytes of tensor data by ggml type name, largest first.
         bytes_per_layer: tensor bytes of each layer in the file, spare layers included.
         other_bytes: tensor bytes outside the layers (embedding, norms, head).
-        unsplittable: why the model cannot be split, or None when it can.
+        cuts: layers at which the model may be cut.
+        unsplittable: why it may not be cut at all, or None.
     """
 
     slice: SliceInfo
@@ -35,6 +37,7 @@ class ModelSummary:
     quantisation: Mapping[str, int]
     bytes_per_layer: tuple[int, ...]
     other_bytes: int
+    cuts: tuple[int, ...]
     unsplittable: str | None
 
 
@@ -56,6 +59,7 @@ def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
             layers[place[0]] += tensor.nbytes
         else:
             other += tensor.nbytes
+    cuts = () if is_slice(header) else possible_cuts(header)
     return ModelSummary(
         slice=info,
         name=_printable(header.text("general.name", header.path.stem)),
@@ -63,7 +67,8 @@ def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
         quantisation=dict(kinds.most_common()),
         bytes_per_layer=tuple(layers),
         other_bytes=other,
-        unsplittable=_why_not(header, info),
+        cuts=cuts,
+        unsplittable=None if cuts else _why_not(header, info),
     )
 
 
@@ -81,4 +86,4 @@ def _why_not(header: GGUFHeader, info: SliceInfo) -> str | None:
         family_of(header)
     except UnsupportedArchitectureError as error:
         return str(error)
-    return None
+    return "there is no layer at which all that a later one needs would cross"

@@ -487,7 +487,7 @@ def test_slice_and_inspect(
     assert "architecture    llama\n" in shown
     assert "layers          30\n" in shown
     assert "vocabulary      49152\n" in shown
-    assert "can be split    yes\n" in shown
+    assert "can be split    at every layer\n" in shown
     assert "layers          10:20 of 30 (a slice)\n" in run_cli(capsys, "inspect", out).out
 
     outside = run_cli(capsys, "slice", bundled_model, "--layers", "10:31")

@@ -46,6 +46,7 @@ def summary(context: int) -> ModelSummary:
         quantisation={},
         bytes_per_layer=(1, 1),
         other_bytes=0,
+        cuts=(1,),
         unsplittable=None,
     )
 

@@ -8,8 +8,20 @@ from typing import Any
 import pytest
 from gguf import GGUFReader, GGUFValueType
 
-from skippy.models import FAMILIES, GGUFError, GGUFHeader, SliceInfo, ensure_slice, family_of, inspect_model
+from skippy.models import (
+    FAMILIES,
+    CutError,
+    GGUFError,
+    GGUFHeader,
+    SliceInfo,
+    ensure_slice,
+    family_of,
+    inspect_model,
+    plan_slice,
+    possible_cuts,
+)
 from skippy.models.families import NEEDS
+from skippy.models.tiny import write_tiny_model
 from tests.support.tiny_models import write_tiny
 
 
@@ -25,6 +37,16 @@ def test_inspect_a_model(untied: Path) -> None:
     assert summary.bytes_per_layer == (expected,) * 6
     assert summary.other_bytes == sum(t.n_bytes for t in reference if not t.name.startswith("blk."))
     assert summary.unsplittable is None
+    assert summary.cuts == (1, 2, 3, 4, 5)
+
+
+def test_inspect_says_where(tmp_path: Path) -> None:
+    summary = inspect_model(write_tiny_model(tmp_path / "m.gguf", "hy_v4"))
+    assert (summary.cuts, summary.unsplittable) == ((2, 4), None)
+    header = GGUFHeader.read(write_tiny(tmp_path / "deep.gguf", layers=513, width=8, heads=1, kv_heads=1))
+    assert possible_cuts(header) == ()
+    with pytest.raises(CutError, match="513 layers, llama.cpp takes at most 512"):
+        plan_slice(header, 0, 1)
 
 
 def test_inspect_says_why_not(tied: Path, tmp_path: Path) -> None:
