@@ -58,6 +58,7 @@ def write_tiny_model(
     *,
     seed: int = 0,
     metadata: Mapping[str, object] | None = None,
+    tensors: Mapping[str, tuple[int, ...] | None] | None = None,
     tied: bool = False,
 ) -> Path:
     """Write a random model; the same arguments give the same file.
@@ -69,6 +70,7 @@ def write_tiny_model(
         seed: of the weights.
         metadata: replaces or adds keys under the architecture's prefix; None leaves a key out. A list with
             fewer entries than layers repeats.
+        tensors: adds tensors by name and shape (contiguous size first); None leaves one out.
         tied: without an output matrix of its own.
     """
     family = _data()["families"][name]
@@ -88,8 +90,9 @@ def write_tiny_model(
     writer.add_token_types([1] * vocabulary)
     writer.add_token_merges(["t o"])
     generator = np.random.default_rng([seed, *name.encode()])
-    for tensor, shape in _tensors(family, layers, values.get("leading_dense_block_count", 0)):
-        if not (tied and tensor == "output.weight"):
+    shapes = dict(_tensors(family, layers, values.get("leading_dense_block_count", 0)))
+    for tensor, shape in {**shapes, **(tensors or {}), **({"output.weight": None} if tied else {})}.items():
+        if shape is not None:
             writer.add_tensor(tensor, _weights(generator, tensor, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

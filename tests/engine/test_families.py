@@ -26,9 +26,7 @@ def test_the_table_and_the_small_models_are_of_the_same_families() -> None:
 
 @pytest.mark.parametrize("variant", [found for found in VARIANTS if (found.layers or 0) <= DEEP], ids=str)
 def test_a_chain_gives_the_bits_of_the_unsplit_model(variant: Variant, tmp_path: Path) -> None:
-    model = write_tiny_model(
-        tmp_path / "model.gguf", variant.model, variant.layers, metadata=variant.metadata
-    )
+    model = variant.write(tmp_path / "model.gguf")
     header = GGUFHeader.read(model)
     cuts = possible_cuts(header)[:-1]
     assert cuts

@@ -29,13 +29,20 @@ BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 
 @attrs.frozen
 class Variant:
-    """A small model: which, with what metadata, how deep, and cut where (by default everywhere)."""
+    """A small model: which, how deep, with what metadata and tensors, and cut where.
+
+    It is cut everywhere by default.
+    """
 
     model: str
     about: str = ""
     metadata: dict[str, object] = attrs.field(factory=dict)
     layers: int | None = None
     cuts: Sequence[tuple[int, ...]] = ()
+    tensors: dict[str, tuple[int, ...] | None] = attrs.field(factory=dict)
+
+    def write(self, path: Path) -> Path:
+        return write_tiny_model(path, self.model, self.layers, metadata=self.metadata, tensors=self.tensors)
 
     def __str__(self) -> str:
         return f"{self.model} {self.about}".strip()
@@ -52,6 +59,26 @@ def _pinned(model: str, layers: int, **metadata: object) -> Variant:
     half = layers // 2
     cuts = ((1,), (half,), (layers - 1,), (5, layers - 5), (half, half + 1))
     return Variant(model, f"of {layers} layers", metadata, layers, cuts)
+
+
+def _predicting(model: str) -> Variant:
+    """The eighth layer predicts a second token; it is no layer of the model's own."""
+    tensors = {"eh_proj": (512, 256), "enorm": (256,), "hnorm": (256,)}
+    names: dict[str, tuple[int, ...] | None] = {
+        f"blk.7.nextn.{name}.weight": shape for name, shape in tensors.items()
+    }
+    return Variant(model, "with multi-token prediction", {"nextn_predict_layers": 1}, 8, (), names)
+
+
+def _deci() -> Variant:
+    """Layer 2 has no attention, layer 3 no feed-forward part."""
+    heads = {f"attention.head_count{which}": [2, 2, 0, 2, 2, 2] for which in ("", "_kv")}
+    ffn = {"feed_forward_length": [384, 384, 384, 0, 384, 384]}
+    gone = [f"blk.2.attn_{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+    gone += ["blk.2.attn_norm.weight", "blk.3.ffn_norm.weight"]
+    gone += [f"blk.2.attn_output.{kind}" for kind in ("weight", "bias")]
+    gone += [f"blk.3.ffn_{part}.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")]
+    return Variant("deci", "with incomplete layers", {**heads, **ffn}, 6, (), dict.fromkeys(gone))
 
 
 _PATTERN = "attention.sliding_window_pattern"
@@ -88,6 +115,8 @@ VARIANTS: tuple[Variant, ...] = (
     _pinned("gemma2", 46),
     _pinned("gemma3", 62),
     _pinned("exaone4", 64),
+    *(_predicting(model) for model in ("glm4moe", "hy_v3", "qwen35", "qwen3next")),
+    _deci(),
 )
 
 
@@ -116,7 +145,7 @@ def run_variant(
 ) -> list[CutResult]:
     """Make the model and cut it."""
     model = folder / "model.gguf"
-    write_tiny_model(model, variant.model, variant.layers, metadata=variant.metadata)
+    variant.write(model)
     comparison = Comparison(model, folder, load)
     try:
         wanted = cuts or variant.cuts or all_cuts(comparison.layers)
