@@ -14,6 +14,7 @@ import attrs
 
 from skippy.kv.blocks import digest_of
 from skippy.kv.statefile import StateHead
+from skippy.models import write_package
 from skippy.protocol import (
     READY_WORD,
     FailureCode,
@@ -169,6 +170,16 @@ def checkpoint_seeds() -> Seeds:
             yield family, b"".join(CHECKPOINT_ENTRY.pack(index, len(text)) + text for index, text in data)
 
 
+def package_seeds(model: bytes) -> Seeds:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "llama"
+        source.write_bytes(model)
+        package = write_package(source, Path(folder) / "package").folder
+        yield "manifest", b"\0" + (package / "model-package.json").read_bytes()
+        yield "metadata", b"\1" + (package / "shared/metadata.gguf").read_bytes()
+        yield "layer", b"\2" + (package / "layers/layer-00001.gguf").read_bytes()
+
+
 def state_seeds() -> Seeds:
     for name, namespace, tokens, schedule, state in (
         ("small", "", [1], [], b"s"),
@@ -256,6 +267,7 @@ def write(root: Path) -> None:
         "machines": machine_seeds(),
         "gguf": gguf_seeds(),
         "checkpoint": checkpoint_seeds(),
+        "package": package_seeds(dict(gguf_seeds())["llama"]),
         "states": state_seeds(),
         "config": config_seeds(),
         "topology": topology_seeds(),

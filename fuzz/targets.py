@@ -8,6 +8,8 @@ test promises more (pieces make no difference, what was decoded encodes again), 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,10 +22,11 @@ from skippy.config.files import _parse
 from skippy.frontend.errors import ApiError
 from skippy.frontend.schemas import parse_chat, parse_completion
 from skippy.kv.statefile import StateFileError, name_of, parse_head, read_state
-from skippy.models import GGUFHeader, ModelError, SliceInfo, inspect_model, plan_slice
+from skippy.models import GGUFHeader, ModelError, Package, SliceInfo, inspect_model, plan_slice, write_package
 from skippy.models.checkpoint import Conversion, Recipe
 from skippy.models.checkpoint.folder import INDEX, TEXTS, WEIGHTS
 from skippy.models.gguf import LazyArray
+from skippy.models.manifest import MANIFEST
 from skippy.protocol import (
     AdmissionAnswer,
     AdmissionRequest,
@@ -47,6 +50,7 @@ from skippy.protocol import (
 from skippy.protocol.admission import decode_answer, decode_request
 from skippy.protocol.errors import RemoteProtocolError
 
+from . import CORPUS
 from .machines import machines
 from .stages import LOADED, REQUEST, TOKEN
 
@@ -243,6 +247,40 @@ def checkpoint(data: bytes) -> None:
                 assert sum(map(len, conversion.data(tensor))) == tensor.nbytes
 
 
+@functools.cache
+def _package() -> dict[str, bytes]:
+    """The files of a small package."""
+    with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
+        folder = write_package(CORPUS / "gguf" / "llama", Path(scratch) / "package").folder
+        return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def package(data: bytes) -> None:
+    """A layer package: its manifest, its metadata part or a layer's, by the first byte; then all of it."""
+    with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
+        folder = Path(scratch)
+        for name, content in _package().items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        manifest = folder / MANIFEST
+        choice, data = data[:1], data[1:]
+        fed = {b"\1": "shared/metadata.gguf", b"\2": "layers/layer-00001.gguf"}.get(choice)
+        if fed is None:
+            manifest.write_bytes(data)
+        else:  # of the right size, so that its content is looked at
+            value = json.loads(manifest.read_bytes())
+            for part in (value["shared"]["metadata"], value["layers"][1]):
+                if part["path"] == fed:
+                    part["artifact_bytes"] = max(1, len(data))
+                    part["tensor_bytes"] = min(part["tensor_bytes"], part["artifact_bytes"])
+            manifest.write_text(json.dumps(value))
+            (folder / fed).write_bytes(data)
+        with contextlib.suppress(ModelError):
+            found = Package.open(folder)
+            plan = plan_slice(found.header, 0, 2)
+            found.locate(tensor.source for tensor in plan.tensors if tensor.source is not None)
+
+
 def states(data: bytes) -> None:
     """A file that keeps a state: its head, then all of it under the name that its head gives it."""
     size = int.from_bytes(data[12:16], "little")
@@ -314,6 +352,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "machines": machines,
     "gguf": gguf,
     "checkpoint": checkpoint,
+    "package": package,
     "states": states,
     "config": config,
     "topology": topology,
@@ -332,5 +371,6 @@ CHECKPOINT_FILES: Final = (
 )
 CHECKPOINT_ENTRY: Final = struct.Struct("<BI")
 """How an input of ``checkpoint`` says which file follows, and how long it is."""
-HEADS: Final = {"frames": 2, "replies": 1, "annex": 1, "handshake": 1}
+
+HEADS: Final = {"package": 1, "frames": 2, "replies": 1, "annex": 1, "handshake": 1}
 """Bytes at the start of an input that steer its target, where there are any."""

@@ -60,19 +60,25 @@ def inspect(model: Path, checkpoint_quantization: str | None, checkpoint_imatrix
 def describe(summary: ModelSummary) -> list[tuple[str, Any]]:
     """Label and value of every line that ``inspect`` prints."""
     info = summary.slice
-    lines: list[tuple[str, Any]] = [("file", info.path), ("size", size_text(info.file_bytes))]
+    files = f" in {summary.files} files" if summary.files > 1 else ""
+    lines: list[tuple[str, Any]] = [("model", info.path), ("size", size_text(info.file_bytes) + files)]
     lines.append(("name", summary.name))
     lines.append(("architecture", info.architecture))
     lines.append(("layers", _layers(info)))
     lines.append(("hidden size", info.hidden_size))
-    lines.append(("vocabulary", info.vocab_size))
+    kind = "" if summary.tokenizer is None else f" tokens ({summary.tokenizer})"
+    lines.append(("vocabulary", f"{info.vocab_size}{kind}"))
+    template = "none" if summary.template is None else f"{summary.template} characters"
+    lines.append(("chat template", template))
     lines.append(("context", info.context_length or "not said"))
     lines.append(("head", "tied to the token embedding" if info.tied else "has weights of its own"))
     lines.append(("parameters", f"{summary.parameters:,}"))
     lines.append(
         ("weights", ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.quantisation.items()))
     )
-    lines.append(("per layer", _range_text(summary.bytes_per_layer)))
+    for layers, size in _runs(summary.bytes_per_layer):
+        numbers = f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
+        lines.append(("" if layers.start else "per layer", f"{size_text(size)} ({numbers})"))
     lines.append(("outside layers", size_text(summary.other_bytes)))
     lines.append(("can be split", _cuts_text(summary)))
     return lines
@@ -86,9 +92,15 @@ def _cuts_text(summary: ModelSummary) -> str:
     return "at layers " + ", ".join(map(str, summary.cuts))
 
 
-def _range_text(sizes: tuple[int, ...]) -> str:
-    low, high = size_text(min(sizes)), size_text(max(sizes))
-    return low if low == high else f"{low} to {high}"
+def _runs(sizes: tuple[int, ...]) -> list[tuple[range, int]]:
+    """Layers of one size that follow each other."""
+    runs: list[tuple[range, int]] = []
+    for index, size in enumerate(sizes):
+        if runs and runs[-1][1] == size:
+            runs[-1] = (range(runs[-1][0].start, index + 1), size)
+        else:
+            runs.append((range(index, index + 1), size))
+    return runs
 
 
 def _layers(info: SliceInfo) -> str:

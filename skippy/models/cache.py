@@ -83,10 +83,10 @@ def ensure_slice(
         SliceWriteError: the cache cannot be written; nothing half-written is left.
     """
     conversion = _conversion(model_path, recipe)
-    if conversion is not None:
-        return _ensure_converted(conversion, layer_start, layer_end, _folder(cache_dir), progress)
     if is_package(model_path):
         return _from_package(model_path, layer_start, layer_end, _folder(cache_dir), progress, verify)
+    if conversion is not None:
+        return _ensure_converted(conversion, layer_start, layer_end, _folder(cache_dir), progress)
     header = read_gguf(model_path)
     info = SliceInfo.from_header(header)
     if (info.layer_start, info.layer_end) == (layer_start, layer_end):

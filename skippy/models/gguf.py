@@ -10,6 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import os
 import struct
@@ -261,7 +262,16 @@ def _read(stamp: FileStamp, cursor: Cursor) -> GGUFHeader:
                 f"truncated: tensor {show(info.name)} ends at byte {end}, the file has {stamp.size} bytes"
             )
         tensors[info.name] = attrs.evolve(info, offset=data_offset + info.offset)
+    _refuse_overlaps(cursor, relative)
     return GGUFHeader(stamp.path, version, alignment, metadata, tensors, data_offset, stamp, (stamp,))
+
+
+def _refuse_overlaps(cursor: Cursor, infos: list[TensorInfo]) -> None:
+    """Tensors that share bytes would make a slice larger than its source, without a limit."""
+    ordered = sorted(infos, key=lambda info: info.offset)
+    for first, second in itertools.pairwise(ordered):
+        if first.offset + first.nbytes > second.offset:
+            cursor.fail(f"damaged: tensors {show(first.name)} and {show(second.name)} overlap")
 
 
 def _read_preamble(cursor: Cursor) -> int:

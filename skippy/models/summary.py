@@ -27,6 +27,9 @@ class ModelSummary:
         quantisation: bytes of tensor data by ggml type name, largest first.
         bytes_per_layer: tensor bytes of each layer in the file, spare layers included.
         other_bytes: tensor bytes outside the layers (embedding, norms, head).
+        tokenizer: kind of the tokenizer (``tokenizer.ggml.model``), or None; printable.
+        template: characters of the chat template; None where there is none.
+        files: files that the model is in.
         cuts: layers at which the model may be cut.
         unsplittable: why it may not be cut at all, or None.
     """
@@ -37,6 +40,9 @@ class ModelSummary:
     quantisation: Mapping[str, int]
     bytes_per_layer: tuple[int, ...]
     other_bytes: int
+    tokenizer: str | None
+    template: int | None
+    files: int
     cuts: tuple[int, ...]
     unsplittable: str | None
 
@@ -60,6 +66,8 @@ def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
         else:
             other += tensor.nbytes
     cuts = () if is_slice(header) else possible_cuts(header)
+    template = header.value("tokenizer.chat_template")
+    tokenizer = header.value("tokenizer.ggml.model")
     return ModelSummary(
         slice=info,
         name=_printable(header.text("general.name", header.path.stem)),
@@ -67,6 +75,9 @@ def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
         quantisation=dict(kinds.most_common()),
         bytes_per_layer=tuple(layers),
         other_bytes=other,
+        tokenizer=_printable(tokenizer) if isinstance(tokenizer, str) else None,
+        template=len(template) if isinstance(template, str) else None,
+        files=len(header.files),
         cuts=cuts,
         unsplittable=None if cuts else _why_not(header, info),
     )

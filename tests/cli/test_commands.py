@@ -17,6 +17,7 @@ import click
 import pytest
 
 from skippy import __version__
+from skippy.cli import models
 from skippy.cli.access_flags import access_options, read_api_keys, take_access
 from skippy.cli.errors import CliError, SettingError, explain
 from skippy.cli.flags import read_link_token, read_stage, stage_options
@@ -486,7 +487,9 @@ def test_slice_and_inspect(
     shown = run_cli(capsys, "inspect", bundled_model).out
     assert "architecture    llama\n" in shown
     assert "layers          30\n" in shown
-    assert "vocabulary      49152\n" in shown
+    assert "vocabulary      49152 tokens (gpt2)\n" in shown
+    assert re.search(r"^chat template   \d+ characters$", shown, re.MULTILINE)
+    assert re.search(r"^per layer       2\.\d MiB \(0 to 29\)$", shown, re.MULTILINE), shown
     assert "can be split    at every layer\n" in shown
     assert "layers          10:20 of 30 (a slice)\n" in run_cli(capsys, "inspect", out).out
 
@@ -538,3 +541,8 @@ def test_run_says_which_port_is_in_use(capsys: Capture, bundled_model: Path) -> 
         f"error: the OpenAI endpoint cannot listen on {address}: the port is in use; "
         "choose another with --bind HOST:PORT\n"
     )
+
+
+def test_inspect_shows_layers_of_one_size_together() -> None:
+    shown = models._runs((5, 5, 7, 5))
+    assert [(list(layers), size) for layers, size in shown] == [([0, 1], 5), ([2], 7), ([3], 5)]

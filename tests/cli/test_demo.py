@@ -46,6 +46,9 @@ def summary(context: int) -> ModelSummary:
         quantisation={},
         bytes_per_layer=(1, 1),
         other_bytes=0,
+        tokenizer=None,
+        template=None,
+        files=1,
         cuts=(1,),
         unsplittable=None,
     )

@@ -64,6 +64,19 @@ def refused(path: Path, content: bytes) -> str:
     return caught.value.message
 
 
+def test_tensors_may_not_share_bytes(tmp_path: Path) -> None:
+    apart = [tensor("b", (8,), offset=32), tensor("a", (8,))]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(build(tensors=apart))
+    assert set(GGUFHeader.read(path).tensors) == {"a", "b"}
+    for dims, offset in (((8,), 0), ((9,), 0), ((64,), 0), ((8,), 32)):
+        message = refused(path, build(tensors=[*apart, tensor("c", dims, offset=offset)]))
+        assert "overlap" in message
+    assert "'a' and 'b' overlap" in refused(path, build(tensors=[apart[0], tensor("a", (9,))]))
+    bomb = [tensor(f"t{index}", (1024,)) for index in range(1000)]
+    assert "tensors 't0' and 't1' overlap" in refused(path, build(tensors=bomb))
+
+
 def test_agrees_with_the_reference_reader(tied: Path, untied: Path) -> None:
     for path in (tied, untied):
         header, reference = GGUFHeader.read(path), GGUFReader(path)

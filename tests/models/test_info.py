@@ -19,10 +19,12 @@ from skippy.models import (
     inspect_model,
     plan_slice,
     possible_cuts,
+    write_package,
 )
 from skippy.models.families import NEEDS
 from skippy.models.tiny import write_tiny_model
-from tests.support.tiny_models import write_tiny
+from tests.support.splitting import split_model
+from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny
 
 
 def test_inspect_a_model(untied: Path) -> None:
@@ -126,3 +128,13 @@ def test_the_table(tied: Path) -> None:
     assert not FAMILIES.keys() & NEEDS.keys()
     assert all(name == entry.architecture for name, entry in FAMILIES.items())
     assert all(NEEDS.values())
+
+
+def test_what_a_model_is_in(tied: Path, tmp_path: Path) -> None:
+    summary = inspect_model(tied)
+    assert (summary.tokenizer, summary.template, summary.files) == ("gpt2", len(CHAT_TEMPLATE), 1)
+    parts = inspect_model(split_model(tied, tmp_path)[0])
+    assert (parts.cuts, parts.files) == (summary.cuts, 3)
+    package = inspect_model(write_package(tied, tmp_path / "package").folder)
+    assert (package.cuts, package.template, package.files) == (summary.cuts, len(CHAT_TEMPLATE), 9)
+    assert package.bytes_per_layer == summary.bytes_per_layer

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from skippy.models import (
+    CheckpointError,
     GGUFError,
     GGUFHeader,
     LayerRangeError,
     Manifest,
     Package,
     PackageError,
+    Recipe,
     SliceWriteError,
     ensure_slice,
     file_sha256,
@@ -390,6 +392,8 @@ def test_load_modes(untied: Path, package: Path, tmp_path: Path, monkeypatch: py
     ):
         with pytest.raises(PackageError, match=message):
             find_part(path, mode, 2, 4)
+    with pytest.raises(CheckpointError, match="are for SafeTensors checkpoints"):
+        ensure_slice(package, 2, 4, recipe=Recipe("Q8_0"))
     with pytest.raises(LayerRangeError, match="has layers 0:6, and load_mode artifact-slice takes a file"):
         find_part(untied, "artifact-slice", 2, 4)
     with pytest.raises(GGUFError, match=r"is a folder without model-package\.json|not a regular file"):
