@@ -70,6 +70,14 @@ def _predicting(model: str) -> Variant:
     return Variant(model, "with multi-token prediction", {"nextn_predict_layers": 1}, 8, (), names)
 
 
+def _sharing(model: str) -> Variant:
+    """Every second layer uses the indexer of the one before it."""
+    names = ("k_norm.weight", "k_norm.bias", "proj.weight", "attn_k.weight", "attn_q_b.weight")
+    gone = [f"blk.{layer}.indexer.{name}" for layer in (1, 3, 5) for name in names]
+    types = {"attention.indexer.types": [1, 0]}
+    return Variant(model, "with shared indexers", types, 6, (), dict.fromkeys(gone))
+
+
 def _deci() -> Variant:
     """Layer 2 has no attention, layer 3 no feed-forward part."""
     heads = {f"attention.head_count{which}": [2, 2, 0, 2, 2, 2] for which in ("", "_kv")}
@@ -117,6 +125,7 @@ VARIANTS: tuple[Variant, ...] = (
     _pinned("exaone4", 64),
     *(_predicting(model) for model in ("glm4moe", "hy_v3", "qwen35", "qwen3next")),
     _deci(),
+    _sharing("glm-dsa"),
 )
 
 
