@@ -51,6 +51,11 @@ def test_logits(family: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(computed(folder, tmp_path / "c"), logits(folder, TOKENS), rtol=0, atol=near)
 
 
+def test_biases_are_reordered_like_their_rows(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", width=64, feed_forward=96, dtype="F32", biases=True, scale=0.3)
+    np.testing.assert_allclose(computed(folder, tmp_path / "c"), logits(folder, TOKENS), rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
 def test_rotary_scaling(kind: str, tmp_path: Path) -> None:
     scaling = {

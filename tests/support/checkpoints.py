@@ -74,6 +74,7 @@ def write_checkpoint(
     seed: int = 0,
     scale: float = 0.1,
     sparse: int = 1,
+    biases: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a random checkpoint with a byte-level tokenizer; the same arguments give the same files.
@@ -110,7 +111,7 @@ def write_checkpoint(
         name: generator.normal(0.0, scale, shape).astype(np.float32)
         + np.float32(1.0 if name.endswith("norm.weight") and family != "gemma" else 0.0)
         for name, shape in _shapes(
-            family, layers, width, heads, kv_heads, dim, feed_forward, vocabulary, tied
+            family, layers, width, heads, kv_heads, dim, feed_forward, vocabulary, tied, biases
         )
     }
     for values in tensors.values():
@@ -140,6 +141,7 @@ def _shapes(
     feed_forward: int,
     vocabulary: int,
     tied: bool,
+    biases: bool,
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes in PyTorch's order (contiguous size last)."""
     out: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocabulary, width))]
@@ -148,7 +150,7 @@ def _shapes(
         projections = {"q": (heads * dim, width), "k": (kv_heads * dim, width), "v": (kv_heads * dim, width)}
         for name, shape in projections.items():
             out.append((f"{layer}self_attn.{name}_proj.weight", shape))
-            if family == "qwen2":
+            if family == "qwen2" or biases:
                 out.append((f"{layer}self_attn.{name}_proj.bias", shape[:1]))
         out.append((f"{layer}self_attn.o_proj.weight", (width, heads * dim)))
         if family.startswith("qwen3"):
