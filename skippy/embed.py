@@ -43,8 +43,10 @@ from skippy.frontend.server import serve_http
 from skippy.kv.identity import stage_identity
 from skippy.kv.settings import extra_sequences
 from skippy.models import (
+    AdapterPart,
     Progress,
     SliceInfo,
+    cut_adapter,
     find_part,
     header_path,
     local_path,
@@ -143,8 +145,11 @@ async def open_stage(
         make_engine = functools.partial(engine_factory, config)
     else:
         # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
-        model_slice, identity = await _find_slice(config, topology, progress, options.verify_package)
-        make_engine = functools.partial(_load_llama, model_slice, engine_options(config), progress, stopped)
+        model_slice, identity, adapter = await _find_slice(config, topology, progress, options.verify_package)
+        settings = engine_options(config)
+        if adapter is not None and adapter.path is not None:
+            settings = attrs.evolve(settings, adapter=(adapter.path, adapter.scale))
+        make_engine = functools.partial(_load_llama, model_slice, settings, progress, stopped)
     async with open_hidden_nursery() as nursery:
         nursery.start_soon(_set_when_cancelled, stopped)
         async with _open_stage(
@@ -198,7 +203,7 @@ def engine_options(config: StageConfig) -> EngineOptions:
 
 async def _find_slice(
     config: StageConfig, topology: StageTopology | None, progress: Progress | None, verify: bool
-) -> tuple[SliceInfo, ModelIdentity]:
+) -> tuple[SliceInfo, ModelIdentity, AdapterPart | None]:
     if config.model_path is None:
         raise StageStartError(
             f"{config.stage_id}: `model_path` is missing; it names the GGUF file or the folder of the model"
@@ -214,7 +219,7 @@ async def _find_slice(
         config.checkpoint_quantization, config.checkpoint_imatrix, config.checkpoint_imatrix_sha256
     )
 
-    def find() -> tuple[SliceInfo, ModelIdentity]:
+    def find() -> tuple[SliceInfo, ModelIdentity, AdapterPart | None]:
         path = local_path(model, (config.layer_start, config.layer_end), report)
         described = header_path(path, progress=report, recipe=recipe)
         if config.native_mtp_enabled:
@@ -230,16 +235,22 @@ async def _find_slice(
             recipe=recipe,
         )
         identity = identify_model(part, described, dialled_ranges(config, topology))
+        adapter = None
+        if config.lora_path is not None:
+            adapter = cut_adapter(config.lora_path, config.lora_scale, part, progress=report)
+            digest = adapter.mixed_into(identity.package_id)
+            identity = attrs.evolve(identity, package_id=f"sha256:{digest}")
         if config.kv_cache is not None and config.kv_cache.on and config.kv_cache.directory is not None:
+            weights = part.content_sha256 or weights_sha256(part, progress=report)
             readers = stage_identity(
                 config,
-                weights=part.content_sha256 or weights_sha256(part, progress=report),
+                weights=weights if adapter is None else adapter.mixed_into(weights),
                 rules=identity.rules,
                 backend=identity.backend,
                 threads=config.n_threads or usable_cores(),
             )
             identity = attrs.evolve(identity, state_readers=readers)
-        return part, identity
+        return part, identity, adapter
 
     return await trio.to_thread.run_sync(find)
 

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import click
 import httpx
 import numpy as np
 import pytest
 import trio
 
 from skippy import embed
-from skippy.cli.demo import DemoOptions, prepare
+from skippy.cli.demo import DemoOptions, lora_settings, prepare
 from skippy.config import ConfigError, OpenAIOptions, StageOptions
 from skippy.config.quantization import QUANTIZATIONS, parse_quantization
 from skippy.engine.recipe import checkpoint_recipe
-from skippy.models import CheckpointError, GGUFHeader, ensure_slice, file_sha256
+from skippy.models import CheckpointError, GGUFHeader, ensure_slice, file_sha256, header_path
 from tests.cli.support import run_cli
+from tests.engine.test_adapters import write_adapter
 from tests.support.checkpoints import write_checkpoint, write_imatrix
 from tests.support.cluster import toy_config, toy_topology
 from tests.support.tiny_models import write_tiny
@@ -163,3 +165,26 @@ def test_inspect_and_slice(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     refused = run_cli(capsys, *arguments[:-1], "iq1_m")
     assert (refused.code, refused.out) == (2, "")
     assert refused.err.startswith("error: checkpoint_imatrix: is missing; checkpoint_quantization IQ1_M")
+
+
+async def test_a_chain_with_an_adapter(folder: Path, tmp_path: Path) -> None:
+    header = header_path(folder)
+    names = [f"blk.{layer}.ffn_down.weight" for layer in range(4)]
+    adapter = write_adapter(tmp_path / "lora.gguf", header, names, rank=8)
+    settings: dict[str, Any] = {"lora_path": str(adapter), "lora_scale": 8.0}
+    with trio.fail_after(60):
+        whole = await answer(folder, **settings)
+        assert await answer(folder, 1, 3, **settings) == whole
+        assert whole != await answer(folder)
+
+
+def test_lora_of_run(tmp_path: Path) -> None:
+    file = tmp_path / "a:2"
+    assert lora_settings(None) == {}
+    assert lora_settings(f"{tmp_path}/b:0.5") == {"lora_path": f"{tmp_path}/b", "lora_scale": 0.5}
+    with pytest.raises(click.ClickException, match="'x' behind the colon is not a number"):
+        lora_settings(f"{file}:x")
+    file.write_bytes(b"")
+    assert lora_settings(str(file)) == {"lora_path": str(file)}
+    with pytest.raises(ConfigError, match="lora_scale: is 0.0, must be a finite number and not 0"):
+        config(file, lora_scale=0.0)

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -66,6 +67,7 @@ class DemoOptions:
     verify_package: bool = True
     checkpoint_quantization: str | None = None
     checkpoint_imatrix: Path | None = None
+    lora: str | None = None
     model_id: str | None = None
     stages: int | None = None
     splits: str | None = None
@@ -170,6 +172,19 @@ def model_name(model: Path) -> str:
     return model.name if model.is_dir() else model.stem
 
 
+def lora_settings(text: str | None) -> dict[str, Any]:
+    """The keys that ``PATH[:SCALE]`` means; a file of that very name has no scale."""
+    if text is None:
+        return {}
+    path, colon, scale = text.rpartition(":")
+    if not colon or Path(text).is_file():
+        return {"lora_path": os.path.abspath(text)}
+    try:
+        return {"lora_path": os.path.abspath(path), "lora_scale": float(scale)}
+    except ValueError:
+        raise SettingError(f"--lora: {text}: {scale!r} behind the colon is not a number") from None
+
+
 def _absolute(path: Path | None) -> str | None:
     return None if path is None else os.path.abspath(path)
 
@@ -197,6 +212,7 @@ def _describe(
         model_path=str(model),
         checkpoint_quantization=options.checkpoint_quantization,
         checkpoint_imatrix=_absolute(options.checkpoint_imatrix),
+        **lora_settings(options.lora),
         ctx_size=context_size(summary, options.ctx_size),
         lane_count=options.lane_count,
         kv_cache=with_environment(options.kv_cache, os.environ, auto="lookup-record"),

@@ -47,6 +47,7 @@ DEMO_ONLY = (
     "load_mode",
     "checkpoint_quantization",
     "checkpoint_imatrix",
+    "lora",
     "stages",
     "splits",
     "bind",
@@ -66,6 +67,7 @@ DEMO_ONLY = (
     help="A GGUF file, layer package, checkpoint folder or hf://namespace/repo; default: the bundled model.",
 )
 @checkpoint_options
+@click.option("--lora", metavar="PATH[:SCALE]", help="A LoRA adapter (GGUF); default scale: 1.")
 @click.option(
     "--load-mode",
     type=click.Choice(list(LOAD_MODES)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final, Literal
 
@@ -177,6 +178,12 @@ class StageConfig:
     checkpoint_imatrix_sha256: str | None = key(
         "The SHA-256 that `checkpoint_imatrix` must have; null: any.", default=None
     )
+    lora_path: str | None = key(
+        "A LoRA adapter, a GGUF file of llama.cpp's `convert_lora_to_gguf.py`; the same on all stages. Each "
+        "takes what is for its own layers. One that changes the embedding is refused.",
+        default=None,
+    )
+    lora_scale: float = key("What the adapter's changes are multiplied with.", default=1.0)
     manifest_sha256: str | None = key(
         "With `layer-package`: the SHA-256 that `model-package.json` must have; null: any.", default=None
     )
@@ -201,7 +208,9 @@ class StageConfig:
 
     def __attrs_post_init__(self) -> None:
         require_text(
-            self, "run_id", "topology_id", "model_id", "stage_id", "model_path", "checkpoint_imatrix"
+            self,
+            *("run_id", "topology_id", "model_id", "stage_id"),
+            *("model_path", "checkpoint_imatrix", "lora_path"),
         )
         require_range(self, 0, U32_MAX, "stage_index", "layer_start", "layer_end")
         require_range(self, 1, 2**24, "ctx_size")
@@ -222,6 +231,10 @@ class StageConfig:
         )
         self._check_manifest_digest()
         self._check_checkpoint()
+        require(
+            math.isfinite(self.lora_scale) and self.lora_scale != 0,
+            f"lora_scale: is {self.lora_scale}, must be a finite number and not 0",
+        )
         Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
         self._check_position()
         self._check_kv_cache()

@@ -88,6 +88,8 @@ CHANGES_NOTHING: Final = frozenset(
         "materialized_path",
         "materialized_pinned",
         "checkpoint_imatrix",
+        "lora_path",
+        "lora_scale",
         # How the same bytes get into memory.
         "mmap",
         "mlock",

@@ -3,6 +3,7 @@
 Never here: trio, llama.cpp, anything that computes.
 """
 
+from skippy.models.adapters import AdapterPart, cut_adapter
 from skippy.models.boundary import BoundaryPart
 from skippy.models.cache import default_cache_dir, ensure_slice, header_path, weights_sha256, write_slice_of
 from skippy.models.checkpoint import Quantiser, Recipe, is_checkpoint
@@ -43,6 +44,7 @@ __all__ = [
     "LAYER_PACKAGE",
     "RULES_VERSION",
     "RUNTIME_SLICE",
+    "AdapterPart",
     "BoundaryPart",
     "CheckpointError",
     "CutError",
@@ -68,6 +70,7 @@ __all__ = [
     "TensorInfo",
     "UnsupportedArchitectureError",
     "ValueType",
+    "cut_adapter",
     "default_cache_dir",
     "ensure_slice",
     "family_of",

@@ -5,6 +5,7 @@ Layout below the cache folder::
     hashes/<key of real path, size, mtime, inode>    the source's SHA-256, so that it is hashed once
     slices/<sha256>.r<rules>.<start>-<end>.gguf      a slice; beside it ``.lock``
     checkpoints/<digest>.gguf                        a converted checkpoint's header, without its data
+    adapters/<sha256>.a<version>.<range>.gguf        the part of a LoRA adapter for a slice
 
 Entries appear by rename, so they are read without a lock; locks only keep two processes from doing the
 same work.
@@ -193,7 +194,7 @@ def _outline(conversion: Conversion, folder: Path, progress: Progress | None) ->
     path = folder / "checkpoints" / f"{conversion.digest}.gguf"
     with contextlib.suppress(GGUFError):
         return GGUFHeader.read(path)
-    with _locked(path, 0, progress):
+    with locked(path, 0, progress):
         with contextlib.suppress(GGUFError):
             return GGUFHeader.read(path)
         _remove_leftovers(path)
@@ -247,7 +248,7 @@ def _ensure(
     cached = _valid(path, sha256, start, end)
     if cached is not None:
         return cached
-    with _locked(path, plan.disk_bytes, progress):
+    with locked(path, plan.disk_bytes, progress):
         cached = _valid(path, sha256, start, end)
         if cached is not None:
             return cached
@@ -313,7 +314,7 @@ def _remembered(folder: Path, identity: str, progress: Progress | None, compute:
     known = _read_memo(memo)
     if known is not None:
         return known
-    with _locked(memo, 64, progress):
+    with locked(memo, 64, progress):
         known = _read_memo(memo)
         if known is not None:
             return known
@@ -338,7 +339,7 @@ def _read_memo(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, needed: int, progress: Progress | None) -> Iterator[None]:
+def locked(path: Path, needed: int, progress: Progress | None) -> Iterator[None]:
     """Hold the lock beside ``path``; folders are made as needed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

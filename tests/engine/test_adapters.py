@@ -1,0 +1,133 @@
+"""LoRA adapters cut by layer: a chain computes what the unsplit model does with the whole adapter."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from skippy.engine import EngineOptions
+from skippy.engine.llama import LlamaEngine
+from skippy.models import GGUFError, GGUFHeader, cut_adapter, ensure_slice
+from tests.engine.chains import Chain, bits
+from tests.support.tiny_models import write_tiny
+
+TOKENS = [[3, 141, 59, 26, 200, 7], [7, 91, 12, 250]]
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def write_adapter(
+    path: Path, model: Path, names: Iterable[str], *, rank: int = 4, **metadata: object
+) -> Path:
+    """A random adapter for matrices of a model; ``metadata`` replaces what is said about it."""
+    header = GGUFHeader.read(model)
+    facts = {"general_type": "adapter", "adapter_type": "lora", "arch": header.text("general.architecture")}
+    facts |= metadata  # type: ignore[arg-type]
+    out = GGUFWriter(path, facts["arch"])
+    out.add_string("general.type", facts["general_type"])
+    out.add_string("adapter.type", facts["adapter_type"])
+    out.add_float32("adapter.lora.alpha", 8.0)
+    generator = np.random.default_rng(5)
+    for name in names:
+        width, height = header.tensors[name].dims
+        out.add_tensor(f"{name}.lora_a", generator.normal(0, 0.1, (rank, width)).astype(np.float32))
+        out.add_tensor(f"{name}.lora_b", generator.normal(0, 0.1, (height, rank)).astype(np.float16))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+def computed(
+    model: Path, edges: Iterable[int], adapter: Path | None, cache: Path, scale: float = 1.0
+) -> list[bytes]:
+    stages = []
+    for start, end in itertools.pairwise(edges):
+        part = ensure_slice(model, start, end, cache_dir=cache)
+        options = EngineOptions(context_length=64, max_sequences=1, n_threads=1, n_threads_batch=1)
+        if adapter is not None:
+            own = cut_adapter(adapter, scale, part, cache_dir=cache)
+            if own.path is not None:
+                options = EngineOptions(
+                    context_length=64,
+                    max_sequences=1,
+                    n_threads=1,
+                    n_threads_batch=1,
+                    adapter=(own.path, own.scale),
+                )
+        stages.append(LlamaEngine.load(part, options))
+    try:
+        return bits(Chain(stages).run(TOKENS, 4))
+    finally:
+        for stage in stages:
+            stage.close()
+
+
+@pytest.mark.parametrize(("arch", "weights"), [("qwen2", "F32"), ("llama", "Q8_0"), ("cohere2", "F32")])
+def test_a_chain_is_exact(arch: str, weights: str, tmp_path: Path) -> None:
+    tied = arch == "cohere2"
+    model = (
+        write_tiny(tmp_path / "m.gguf", arch, 4, tied, weights=weights) if not tied else _windowed(tmp_path)
+    )
+    names = [f"blk.{layer}.{name}.weight" for layer in (0, 1, 3) for name in MATRICES]
+    if not tied:
+        names.append("output.weight")
+    adapter = write_adapter(tmp_path / "lora.gguf", model, names)
+    whole = computed(model, (0, 4), adapter, tmp_path / "c")
+    assert computed(model, (0, 2, 3, 4), adapter, tmp_path / "c") == whole
+    assert computed(model, (0, 1, 4), adapter, tmp_path / "c") == whole
+    assert whole != computed(model, (0, 4), None, tmp_path / "c")
+    assert whole != computed(model, (0, 4), adapter, tmp_path / "c", scale=0.5)
+
+
+def _windowed(tmp_path: Path) -> Path:
+    from tests.support.tiny_models import write_tiny_windowed
+
+    return write_tiny_windowed(tmp_path / "m.gguf", layers=4)
+
+
+def test_what_a_part_holds(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf", "qwen2", 4, False)
+    adapter = write_adapter(
+        tmp_path / "lora.gguf", model, ["blk.1.ffn_up.weight", "blk.3.attn_q.weight", "output.weight"]
+    )
+
+    def part(start: int, end: int) -> list[str] | None:
+        own = cut_adapter(
+            adapter, 2.0, ensure_slice(model, start, end, cache_dir=tmp_path), cache_dir=tmp_path
+        )
+        assert own.scale == 2.0
+        return None if own.path is None else sorted(GGUFHeader.read(own.path).tensors)
+
+    assert part(0, 1) is None
+    assert part(1, 3) == ["blk.0.ffn_up.weight.lora_a", "blk.0.ffn_up.weight.lora_b"]
+    last = ["blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"]
+    assert part(3, 4) == [*last, "output.weight.lora_a", "output.weight.lora_b"]
+
+
+def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf", "llama", 2)
+    wide = write_tiny(tmp_path / "wide.gguf", "llama", 3, width=128, feed_forward=128)
+    part = ensure_slice(model, 0, 2, cache_dir=tmp_path)
+
+    def refused(adapter: Path, words: str) -> None:
+        with pytest.raises(GGUFError, match=words):
+            cut_adapter(adapter, 1.0, part, cache_dir=tmp_path)
+        assert not list((tmp_path / "adapters").glob("*.gguf"))
+
+    path = tmp_path / "lora.gguf"
+    names = ["blk.1.ffn_up.weight"]
+    refused(model, "is no LoRA adapter: general.type")
+    refused(write_adapter(path, model, names, general_type="model"), "is no LoRA adapter: general.type")
+    refused(write_adapter(path, model, names, adapter_type="x"), "is no LoRA adapter: adapter.type")
+    refused(write_adapter(path, model, names, arch="qwen2"), "is for architecture 'qwen2'")
+    refused(write_adapter(path, wide, ["blk.2.ffn_up.weight"]), "the model has 2 layers")
+    refused(write_adapter(path, wide, names), r"the pair for 'blk\.1\.ffn_up\.weight' is \[128, 4\]")
+    refused(write_adapter(path, model, ["token_embd.weight"]), "changes 'token_embd.weight'; only matrices")
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(path, "truncated")
