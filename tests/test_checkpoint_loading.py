@@ -151,7 +151,7 @@ def test_run(folder: Path) -> None:
 
 def test_inspect_and_slice(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = run_cli(capsys, "inspect", folder, "--checkpoint-quantization", "f16").out
-    assert f"file            {folder}\n" in shown
+    assert f"model           {folder}\n" in shown
     assert "name            tiny\n" in shown
     assert "architecture    qwen3\n" in shown
     assert "weights         F16 " in shown
