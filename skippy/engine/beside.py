@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +57,12 @@ class _Thread:
         """It ends behind what it is doing."""
         self._calls.put(None)
 
+    def give_way(self) -> None:
+        """What it still does comes behind all else, where threads have priorities of their own."""
+        if sys.platform == "linux" and self.thread.native_id is not None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self.thread.native_id, 19)
+
     def processor_secs(self) -> float | None:
         """What it has used up so far; None where the system does not tell."""
         get_clock = getattr(time, "pthread_getcpuclockid", None)
@@ -89,6 +98,7 @@ class Beside:
             now = thread.processor_secs()
             if (now is not None and now - before > secs) or time.monotonic() > latest:
                 thread.leave()
+                thread.give_way()
                 self._runaways = [other for other in self._runaways if other.is_alive()] + [thread.thread]
                 self._thread = None
                 raise RanAway
