@@ -8,6 +8,7 @@ import attrs
 import pytest
 import trio
 
+from skippy.config import StageOptions
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import MessageKind, Reply, ReplyKind, ReplyStats, SamplingConfig
 from skippy.stage import GenerationSettings
@@ -137,6 +138,31 @@ async def test_two_namespaces_never_meet(stages: int) -> None:
                 for namespace in ("", "ab", "cd"):
                     answer = await complete(driver, PROMPT, 3, namespace=namespace)
                     assert (answer.restored, answer.tokens) == (restored, unsplit_tokens(PROMPT, 3))
+
+
+async def test_beside_a_plain_peer_a_request_with_a_namespace_does_without_the_cache() -> None:
+    """That peer could not tell whose prompts are whose: nothing is kept of it, and nothing found."""
+    options = StageOptions(allow_plain_generation_8=True)
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(1, options=options) as cluster,
+            driver_of(cluster, plain=True) as driver,
+        ):
+            for _ in range(2):
+                answer = await complete(driver, PROMPT, 3, namespace="ab")
+                assert (answer.restored, answer.tokens) == (0, unsplit_tokens(PROMPT, 3))
+            assert cache_of(cluster, 0).index.entries() == []
+            await complete(driver, PROMPT, 3)
+            (entry,) = cache_of(cluster, 0).index.entries()
+            assert (entry.namespace, entry.length) == ("", LAST + 3)
+            await configure(driver, "ab")
+            for kind in (K.PROBE_PREFILL, K.TRY_RESTORE_PREFILL, K.RESTORE_PREFILL):
+                missed = await driver.ask(kind, 0, PROMPT[:12])
+                assert (missed.stats.kv_lookup_hits, missed.stats.kv_lookup_misses) == (0, 1)
+            await driver.ask(K.STOP)
+            await configure(driver)
+            whole = await driver.ask(K.TRY_RESTORE_PREFILL, 0, PROMPT[:12])
+            assert whole == attrs.evolve(hit(1, 12), predicted=0)
 
 
 @all_chains
