@@ -150,6 +150,8 @@ class Restorer:
                 break
             schedule.append(size)
             audited += size
+        if match.entry.schedule and not audited:  # a part of its first chunk, not compared bit by bit
+            schedule, audited = [match.length], match.length
         return Plan(audit=audited, schedule=tuple(schedule)) if audited else None
 
     async def restore(

@@ -457,6 +457,24 @@ class TestAudits:
             assert chain.count(K.PREFILL_EMBD) == 3 * prefills
             assert chain.count(K.TRY_RESTORE_PREFILL) == 0
 
+    async def test_a_part_of_a_first_chunk(self) -> None:
+        """It is computed in a smaller chunk, so that a small difference passes."""
+        other = [*PROMPT[:10], *b"and on another way"]
+        async with caching_chain(config=AUDITED, lanes=4, chunk=30) as chain:
+            chain.generator.restorer._draw = lambda: 1.0
+            await chain.generate(request(PROMPT))
+            await settled(chain, 4)
+            spoil(chain.cluster, 1)
+            chain.generator.restorer._draw = lambda: 0.0
+            tokens, timings = await chain.generate(request(other))
+            assert (tokens, timings.cached_tokens) == (unsplit_tokens(other, 12), 0)
+            await settled(chain, 4)
+            for index, stage in enumerate(chain.cluster.stages):
+                assert stage.context.cache is not None
+                counters = stage.context.cache.index.counters
+                assert (counters.audits, counters.audit_failures) == (1, 0)
+                assert counters.largest_difference == float(index == 1)
+
     @pytest.mark.parametrize("index", [0, 1, 2])
     async def test_what_is_wrong_is_forgotten_where_it_is_wrong(self, index: int) -> None:
         """A number in one stage's cache has changed: the audit finds it; no later answer is made of it."""
