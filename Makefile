@@ -49,7 +49,7 @@ imports: $(VENV)/.stamp-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.stamp-dev $(VENV)/.stamp-model
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # The quick form of each; docs/performance.md says what they measure, and how the long runs were called.
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-model

@@ -108,7 +108,7 @@ async def test_an_answer_that_is_cancelled_has_a_status_that_no_client_retries()
     assert answers[0].json()["error"]["code"] == "cancelled"
 
 
-@pytest.mark.parametrize("request_id", [str(uuid.uuid4()), "x", "%00", "a" * 1000])
+@pytest.mark.parametrize("request_id", [str(uuid.UUID(int=7)), "x", "%00", "a" * 1000])
 async def test_a_request_that_does_not_run_cannot_be_cancelled(request_id: str) -> None:
     async with client(ScriptedGenerator(say("x"))) as http:
         answer = await http.delete(f"/v1/requests/{request_id}")
