@@ -9,7 +9,21 @@ import click
 
 from skippy import __version__
 
-from . import chat, child, config_docs, example, failure_table, kv, models, run, serve, sim, top
+from . import (
+    certify,
+    certify_child,
+    chat,
+    child,
+    config_docs,
+    example,
+    failure_table,
+    kv,
+    models,
+    run,
+    serve,
+    sim,
+    top,
+)
 from .errors import explain, report
 
 
@@ -28,6 +42,7 @@ for command in (
     models.slice_,
     models.package,
     models.fetch_,
+    certify.certify,
     serve.serve_binary,
     serve.serve_openai,
     serve.serve,
@@ -35,6 +50,7 @@ for command in (
     sim.sim,
     failure_table.failure_table,
     child.stage_child,
+    certify_child.certify_child,
     config_docs.config_docs,
 ):
     cli.add_command(command)

@@ -12,6 +12,7 @@ _WORDS = {
     "wait": "waiting for another process",
     "write": "writing",
     "load": "loading",
+    "run": "running",
     "download": "downloading",
 }
 

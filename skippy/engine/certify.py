@@ -22,6 +22,8 @@ Load = Callable[[SliceInfo], StageEngine]
 """Makes an engine for a file. It needs three sequences, and a context and a batch of 128."""
 
 SEQUENCES = 3
+MOST_STEPS = 40
+"""Twice as many and a prompt fit the context that :data:`Load` asks for."""
 _PROMPTS = (40, 23, 9)
 """Rows of the prompts. 40 is longer than the windows of the small models."""
 
@@ -32,9 +34,11 @@ class CutResult:
 
     Attributes:
         cuts: the layers at which slices begin, but the first.
-        difference: largest absolute difference of any logit; 0.0 where all bits are equal. None: refused.
+        difference: largest absolute difference of any logit; 0.0 where all bits are equal, infinite where
+            some are not a number. None: refused or failed.
         agreed, tokens: how many of the greedy tokens are the same, and of how many.
         refused: why it cannot be cut there; empty where it can.
+        failed: why the slices did not run; empty where they did.
     """
 
     cuts: tuple[int, ...]
@@ -42,10 +46,18 @@ class CutResult:
     agreed: int = 0
     tokens: int = 0
     refused: str = ""
+    failed: str = ""
 
     @property
     def exact(self) -> bool:
         return self.difference == 0.0
+
+    @property
+    def verdict(self) -> str:
+        """``exact``, ``differs``, ``refused`` or ``failed``."""
+        if self.difference is None:
+            return "refused" if self.refused else "failed"
+        return "exact" if self.exact else "differs"
 
 
 class Comparison:
@@ -70,9 +82,6 @@ class Comparison:
         self._folder, self._load, self._steps = folder, load, steps
         self._engines: dict[tuple[int, int], StageEngine] = {}
         self.layers = self._whole.layer_count
-        generator = np.random.default_rng(0)
-        vocabulary = min(self._whole.vocab_size, 100)
-        self._prompts = [generator.integers(0, vocabulary, rows).tolist() for rows in _PROMPTS]
         self._expected: list[FloatArray] = []
 
     def compare(self, *cuts: int) -> CutResult:
@@ -82,15 +91,12 @@ class Comparison:
             EngineError: a slice cannot be loaded, or not be run.
         """
         if not self._expected:
-            self._expected = self._run([self._engine(0, self.layers)])
+            self._expected = run_chain([self._engine(0, self.layers)], self._steps)
         try:
             chain = [self._engine(*part) for part in itertools.pairwise((0, *cuts, self.layers))]
         except UnsupportedArchitectureError as error:
             return CutResult(cuts, None, refused=str(error))
-        found = self._run(chain)
-        pairs = list(zip(found, self._expected, strict=True))
-        agreed = sum(int(np.argmax(one)) == int(np.argmax(other)) for one, other in pairs)
-        return CutResult(cuts, max(_distance(*pair) for pair in pairs), agreed, len(pairs))
+        return compare_logits(cuts, run_chain(chain, self._steps, self._expected), self._expected)
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -107,25 +113,51 @@ class Comparison:
             engine = self._engines[start, end] = self._load(info)
         return engine
 
-    def _run(self, chain: Sequence[StageEngine]) -> list[FloatArray]:
-        for engine in chain:
-            for sequence in range(SEQUENCES):
-                engine.drop(sequence)
-        first, *others = self._prompts
-        found = _feed(chain, {0: first})
-        for _ in range(self._steps):
-            # Both sides get the tokens of the unsplit model: one that differs must not hide what follows.
-            found += _feed(chain, {0: self._token(found, 1)})
-        found += _feed(chain, dict(enumerate(others, start=1)))
-        tokens = [self._token(found, 3 - sequence) for sequence in range(SEQUENCES)]
-        for _ in range(self._steps):
-            found += _feed(chain, dict(enumerate(tokens)))
-            tokens = [self._token(found, SEQUENCES - sequence) for sequence in range(SEQUENCES)]
-        return found
 
-    def _token(self, found: Sequence[FloatArray], back: int) -> list[int]:
+def run_chain(
+    chain: Sequence[StageEngine], steps: int, expected: Sequence[FloatArray] = ()
+) -> list[FloatArray]:
+    """The logits that a chain of engines gives, of shape (vocabulary,), row after row that is asked for.
+
+    Args:
+        chain: all layers of a model, in order; what the engines hold is dropped.
+        steps: single rows after each prompt, at most :data:`MOST_STEPS`.
+        expected: what the unsplit model gave for the same steps; nothing: this is it.
+
+    Raises:
+        EngineError: a stage cannot be run.
+    """
+    for engine in chain:
+        for sequence in range(SEQUENCES):
+            engine.drop(sequence)
+    generator = np.random.default_rng(0)
+    vocabulary = min(chain[0].info.vocab_size, 100)
+    first, *others = (generator.integers(0, vocabulary, rows).tolist() for rows in _PROMPTS)
+    found: list[FloatArray] = []
+
+    def token(back: int) -> list[int]:
+        # Both sides get the tokens of the unsplit model: one that differs must not hide what follows.
         place = len(found) - back
-        return [int(np.argmax((self._expected or found)[place]))]
+        return [int(np.argmax((expected if len(expected) else found)[place]))]
+
+    found += _feed(chain, {0: first})
+    for _ in range(steps):
+        found += _feed(chain, {0: token(1)})
+    found += _feed(chain, dict(enumerate(others, start=1)))
+    tokens = [token(3 - sequence) for sequence in range(SEQUENCES)]
+    for _ in range(steps):
+        found += _feed(chain, dict(enumerate(tokens)))
+        tokens = [token(SEQUENCES - sequence) for sequence in range(SEQUENCES)]
+    return found
+
+
+def compare_logits(
+    cuts: tuple[int, ...], found: Sequence[FloatArray], expected: Sequence[FloatArray]
+) -> CutResult:
+    """What a chain gave, held against what the unsplit model did."""
+    pairs = list(zip(found, expected, strict=True))
+    agreed = sum(int(np.argmax(one)) == int(np.argmax(other)) for one, other in pairs)
+    return CutResult(cuts, max(_distance(*pair) for pair in pairs), agreed, len(pairs))
 
 
 def _feed(chain: Sequence[StageEngine], rows: dict[int, list[int]]) -> list[FloatArray]:

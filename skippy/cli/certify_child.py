@@ -1,0 +1,142 @@
+"""Processes in which ``skippy certify`` runs slices: llama.cpp may end its process over one that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import click
+import numpy as np
+
+from skippy.engine import EngineOptions, StageEngine
+from skippy.engine.certify import SEQUENCES, run_chain
+from skippy.models import SliceInfo
+
+from .errors import SettingError
+from .obituary import obituary
+
+COMMAND: Final = (sys.executable, "-P", "-m", "skippy.cli", "certify-child")
+MAX_SETTINGS_BYTES: Final = 1024 * 1024
+_SETTINGS: Final = ("files", "out", "expected", "steps", "threads")
+_TAIL_BYTES, _TAIL_LINES = 64 * 1024, 3
+
+
+class ChildFailed(Exception):
+    """The slices could not be run; the text says how the process ended."""
+
+
+def run_apart(
+    files: Sequence[Path],
+    out: Path,
+    expected: Path | None,
+    *,
+    steps: int,
+    threads: int,
+    timeout: float,
+    command: Sequence[str] = COMMAND,
+) -> None:
+    """Run a chain of files in a process of its own, which writes the logits to ``out`` (``.npy``).
+
+    An exception while it blocks, as of Ctrl-C, ends the process. It ends by itself when this one is gone.
+
+    Args:
+        expected: logits of the unsplit model for the same steps; None: this is it.
+        timeout: seconds until it is killed.
+
+    Raises:
+        ChildFailed: it died, said that something is wrong, or took too long.
+    """
+    names = [str(path.absolute()) for path in files]
+    values = (names, str(out), None if expected is None else str(expected), steps, threads)
+    line = json.dumps(dict(zip(_SETTINGS, values, strict=True))).encode() + b"\n"
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        assert child.stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(line)
+                child.stdin.flush()
+            code = child.wait(timeout)  # its standard input stays open as long as this process lives
+        except subprocess.TimeoutExpired:
+            raise ChildFailed(f"did not end within {timeout:g} s") from None
+        finally:
+            child.kill()
+            child.wait()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+        if code != 0:
+            raise ChildFailed(f"the process {obituary(code, _last_lines(log))}")
+
+
+def _last_lines(log: IO[bytes]) -> list[str]:
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size - _TAIL_BYTES))
+    lines = log.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("error: ") or "GGML_ASSERT" in line]
+    return said[:_TAIL_LINES] or lines[-_TAIL_LINES:]
+
+
+@click.command("certify-child", hidden=True)
+def certify_child() -> None:
+    """Run the slices that the parent process describes on standard input."""
+    settings = _read_settings()
+    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
+    run_files(**settings)
+
+
+def run_files(files: Sequence[str], out: str, expected: str | None, steps: int, threads: int) -> None:
+    """Run a chain of files here; the arguments are those of :func:`run_apart`.
+
+    Raises:
+        ModelError, EngineError: a file cannot be loaded, or not be run.
+    """
+    # Imported here: the commands that need no llama.cpp start without it.
+    from skippy.engine.llama import LlamaEngine
+
+    options = EngineOptions(
+        context_length=128,
+        max_sequences=SEQUENCES,
+        n_batch=128,
+        n_ubatch=48,
+        n_threads=threads,
+        n_threads_batch=threads,
+    )
+    with contextlib.ExitStack() as stack:
+        chain: list[StageEngine] = []
+        for path in files:
+            chain.append(LlamaEngine.load(SliceInfo.from_file(path), options))
+            stack.callback(chain[-1].close)
+        logits = run_chain(chain, steps, () if expected is None else np.load(expected))
+        np.save(out, np.stack(logits))
+
+
+def _read_settings() -> dict[str, Any]:
+    data = b""
+    while not data.endswith(b"\n"):
+        chunk = os.read(0, 65536)
+        if not chunk or len(data) > MAX_SETTINGS_BYTES:
+            raise _not_for_people()
+        data += chunk
+    try:
+        settings = json.loads(data)
+        return {name: settings[name] for name in _SETTINGS}
+    except (ValueError, LookupError, TypeError):
+        raise _not_for_people() from None
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 65536):
+        pass
+    os._exit(1)
+
+
+def _not_for_people() -> SettingError:
+    return SettingError("certify-child is started by skippy certify; run that instead")
