@@ -226,6 +226,16 @@ def test_the_process_is_not_for_people() -> None:
     )
 
 
+def test_the_process_does_not_outlive_who_started_it(tmp_path: Path) -> None:
+    out = tmp_path / "out.npy"
+    model = write_tiny_model(tmp_path / "llama.gguf", "llama")
+    settings = {"files": [str(model)], "out": str(out), "expected": None, "steps": 40, "threads": 1}
+    done = subprocess.run(  # closes its standard input at once, while llama.cpp is being imported
+        COMMAND, input=json.dumps(settings) + "\n", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr, out.exists()) == (1, "", "", False)
+
+
 def test_which_cuts() -> None:
     assert parse_cuts("all", 4) == [(1,), (2,), (3,)]
     assert parse_cuts("3, 1+2,1 + 2 + 3", 4) == [(3,), (1, 2), (1, 2, 3)]
