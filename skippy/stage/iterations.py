@@ -173,10 +173,15 @@ class Iterations:
         return slices
 
     def _slice_limit(self) -> int:
-        """Rows of the next slice of prefill."""
+        """Rows of the next slice of prefill.
+
+        Where more sessions wait for their prompts than decode, their gaps weigh as much less: eight requests
+        that come at once would else be seven that wait for the first, sixteen rows at a time.
+        """
         first = self._prefill[0]
-        if self._live - {first.segment.sequence}:
-            return self._slice_rows
+        if others := len(self._live - {first.segment.sequence}):
+            waiting = len({work.segment.sequence for work in self._prefill})
+            return self._slice_rows * max(1, waiting // others)
         return max(MOST_PREFILL_ROWS, first.rows_left)
 
     def _slice(self, limit: int, taken: set[int] | None = None) -> Batch:

@@ -54,6 +54,25 @@ def test_steps_go_first_and_prefill_has_its_turn_between_them() -> None:
     assert b.iterations.wait_secs() is None
 
 
+def test_many_that_wait_for_their_prompts_do_not_wait_long_for_one_that_decodes() -> None:
+    """Slices are as many times larger as there are more that wait."""
+    b = bench()
+    prompts = [b.work(sequence, 40) for sequence in range(3, 8)]
+    b.steps(0, 1)
+    assert b.run() == [[(0, 1), (1, 1)]]
+    assert b.run() == [[(3, 2 * SLICE)]]  # five wait, two decode
+    b.steps(0, 1)
+    assert b.run(2) == [[(0, 1), (1, 1)], [(3, 8), (4, 24)]]
+    b.iterations.leave(1)
+    b.steps(0)
+    assert b.run(2) == [[(0, 1)], [(4, 16), (5, 40), (6, 8)]]
+    assert ended_well(*prompts[:3])
+    assert not any(prompt.over for prompt in prompts[3:])
+    b.steps(0)
+    assert b.run(2) == [[(0, 1)], [(6, 32)]]  # two wait, one decodes
+    assert b.run() == [[(7, SLICE)]]
+
+
 def test_chunks_run_whole_while_nobody_else_decodes() -> None:
     b = bench()
     b.work(9, 700)
@@ -98,7 +117,7 @@ def test_no_batch_is_larger_than_the_engine_takes() -> None:
 
 def test_rows_that_want_logits_each_are_not_cut() -> None:
     b = bench()
-    b.steps(0)
+    b.steps(0, 8, 9)
     b.run()
     b.work(1, 10)
     b.work(2, 30, logits=30)
