@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from skippy.cli.demo import find_model
 from skippy.cli.errors import SettingError
+from skippy.stage.clock import measured_on
 from tests.support.certificates import Certificates
 
 # In a script's background SIGINT is ignored, which processes inherit; tests send it to some.
@@ -30,3 +32,10 @@ def bundled_model() -> Path:
         return find_model(Path(configured) if configured else None)
     except SettingError as error:
         pytest.fail(f"{error.format_message()}; tests also look at SKIPPY_BUNDLED_MODEL")
+
+
+@pytest.fixture
+def no_compute_time() -> Iterator[None]:
+    """Stages measure that nothing takes any time: what they decide by that does not depend on the machine."""
+    with measured_on(lambda: 0.0):
+        yield

@@ -197,7 +197,11 @@ def with_anthropic(server: Server) -> None:
         with api.messages.stream(**keys, extra_body={"temperature": 0}) as stream:
             assert stream.get_final_text() == whole.content[0].text  # type: ignore[union-attr]
         tools = [{"name": "paint", "input_schema": SCHEMA}]
-        keys |= {"max_tokens": 200, "tools": tools, "tool_choice": {"type": "any"}}
+        keys |= {
+            "max_tokens": 200,
+            "tools": tools,
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }
         (block,) = api.messages.create(**keys).content
         assert block.type == "tool_use"
         assert set(block.input) == {"color", "count"}

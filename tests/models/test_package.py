@@ -304,7 +304,7 @@ def test_links_lead_nowhere_else(package: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.gguf"
     part.rename(outside)
     part.symlink_to(outside)
-    with pytest.raises(PackageError, match="leads out of the package, to '.*outside.gguf'"):
+    with pytest.raises(PackageError, match="leads out of the package, to '"):
         ensure_slice(package, 2, 3, cache_dir=tmp_path / "c")
     part.unlink()
     (package / "elsewhere").mkdir()

@@ -24,6 +24,8 @@ def clock() -> Iterator[list[RecordingEngine]]:
         yield engines
 
 
+pytestmark = pytest.mark.usefixtures("no_compute_time")
+
 # -- who runs when --------------------------------------------------------------------------------------
 
 

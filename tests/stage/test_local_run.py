@@ -15,6 +15,8 @@ from skippy.stage.runs import MAX_AHEAD, LocalRun
 from skippy.stage.work import Work, WorkCancelled
 from tests.support.iterations import Bench, bench, ended_well
 
+pytestmark = pytest.mark.usefixtures("no_compute_time")
+
 NO_ANNEXES = itertools.repeat(None)
 
 
