@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
-import httpx
 import numpy as np
 import pytest
 import trio
 
 from skippy import embed
 from skippy.cli.demo import DemoOptions, lora_settings, prepare
-from skippy.config import ConfigError, OpenAIOptions, StageOptions
+from skippy.config import ConfigError
 from skippy.config.quantization import QUANTIZATIONS, parse_quantization
 from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import CheckpointError, GGUFHeader, ensure_slice, file_sha256, header_path
 from tests.cli.support import run_cli
 from tests.engine.test_adapters import write_adapter
+from tests.support.chain_answer import chain_answer
 from tests.support.checkpoints import write_checkpoint, write_imatrix
-from tests.support.cluster import toy_config, toy_topology
+from tests.support.cluster import toy_config
 from tests.support.tiny_models import write_tiny
 
 ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
@@ -37,27 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def answer(folder: Path, *inner: int, **settings: Any) -> str:
     """What a chain of stages says that is cut at these layers."""
-    edges = (0, *inner, 4)
-    ranges = list(itertools.pairwise(edges))
-    endpoints = ENDPOINTS[: len(ranges)]
-    topology, transport = toy_topology(ranges, endpoints), embed.MemoryTransport()
-    options = OpenAIOptions(bind_addr="127.0.0.1:0", prefill_chunk_policy="fixed")
-    body = {"model": "toy", "prompt": "The cat sat on", "max_tokens": 12, "temperature": 0}
-    async with contextlib.AsyncExitStack() as stack:
-        for index in reversed(range(len(ranges))):
-            config = attrs.evolve(
-                toy_config(index, ranges, endpoints, n_threads=1), model_path=str(folder), **settings
-            )
-            stage = await stack.enter_async_context(
-                embed.open_stage(config, topology, StageOptions(), transport=transport)
-            )
-        endpoint = await stack.enter_async_context(embed.open_openai(stage, options))
-        await endpoint.wait_ready()
-        async with httpx.AsyncClient(timeout=30) as http:
-            response = await http.post(endpoint.url + "/completions", json=body)
-        assert response.status_code == 200, response.text
-        text: str = response.json()["choices"][0]["text"]
-    return text
+    ranges = list(itertools.pairwise((0, *inner, 4)))
+    return await chain_answer(ranges, [{"model_path": str(folder), **settings}] * len(ranges))
 
 
 async def test_a_chain_says_what_one_stage_says(folder: Path) -> None:

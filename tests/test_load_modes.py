@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import attrs
-import httpx
 import pytest
 import trio
 
 from skippy import embed
 from skippy.cli.demo import DemoOptions, prepare
-from skippy.config import OpenAIOptions, StageOptions
 from skippy.models import PackageError, ensure_slice, write_package
 from tests.cli.support import run_cli
-from tests.support.cluster import toy_config, toy_topology
+from tests.support.chain_answer import chain_answer
+from tests.support.cluster import toy_config
 from tests.support.hub import Hub, serving
 from tests.support.tiny_models import write_tiny
 
@@ -34,29 +32,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def answer(ranges: list[tuple[int, int]], sources: list[tuple[str, Path | str]]) -> str:
     """What a chain says whose stages load their parts so."""
-    endpoints = ENDPOINTS[: len(ranges)]
-    topology = toy_topology(ranges, endpoints)
-    stages = [attrs.evolve(s, load_mode=mode) for s, (mode, _) in zip(topology.stages, sources, strict=True)]
-    topology = attrs.evolve(topology, stages=tuple(stages))
-    transport = embed.MemoryTransport()
-    options = OpenAIOptions(bind_addr="127.0.0.1:0", prefill_chunk_policy="fixed")
-    body = {"model": "toy", "prompt": "The cat sat on", "max_tokens": 12, "temperature": 0}
-    async with contextlib.AsyncExitStack() as stack:
-        for index in reversed(range(len(ranges))):
-            mode, path = sources[index]
-            config = attrs.evolve(
-                toy_config(index, ranges, endpoints, n_threads=1), load_mode=mode, model_path=str(path)
-            )
-            stage = await stack.enter_async_context(
-                embed.open_stage(config, topology, StageOptions(), transport=transport)
-            )
-        endpoint = await stack.enter_async_context(embed.open_openai(stage, options))
-        await endpoint.wait_ready()
-        async with httpx.AsyncClient(timeout=30) as http:
-            response = await http.post(endpoint.url + "/completions", json=body)
-        assert response.status_code == 200, response.text
-        text: str = response.json()["choices"][0]["text"]
-    return text
+    return await chain_answer(
+        ranges, [{"load_mode": mode, "model_path": str(path)} for mode, path in sources]
+    )
 
 
 async def test_three_modes_in_one_chain(model: Path, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ class ModelError(Exception):
     """Base of everything this package raises about a model file, a slice or the slice cache."""
 
 
-class GGUFError(ModelError):
-    """A file is missing, unreadable, damaged, or not a GGUF this version reads.
+class _AtPath(ModelError):
+    """Something is wrong with a file or a folder.
 
     Attributes:
-        path: the file.
+        path: which one.
         message: the reason, without the path.
     """
 
@@ -27,24 +27,18 @@ class GGUFError(ModelError):
         super().__init__(f"{os.fspath(path)}: {message}")
         self.path = Path(path)
         self.message = message
+
+
+class GGUFError(_AtPath):
+    """A file is missing, unreadable, damaged, or not a GGUF this version reads."""
 
 
 class PackageError(GGUFError):
     """A layer package whose manifest or parts are wrong or contradict each other; ``path`` is at fault."""
 
 
-class CheckpointError(ModelError):
-    """A checkpoint folder is incomplete, damaged, or of a kind this version does not convert.
-
-    Attributes:
-        path: the folder, or the file in it.
-        message: the reason, without the path.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], message: str) -> None:
-        super().__init__(f"{os.fspath(path)}: {message}")
-        self.path = Path(path)
-        self.message = message
+class CheckpointError(_AtPath):
+    """A checkpoint folder, or a file in it, is incomplete, damaged, or of a kind that is not converted."""
 
 
 class HubError(ModelError):

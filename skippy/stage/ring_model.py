@@ -256,10 +256,6 @@ class RingModel:
         cycle = self._cycles.get(division)
         return cycle is not None and len(cycle.recent) >= ENOUGH and not cycle.forgotten(self._count)
 
-    def known(self) -> Iterator[Division]:
-        """The groupings that :meth:`knows` is true of."""
-        return (division for division in self._cycles if self.knows(division))
-
     def rate(self, division: Division) -> float:
         """Tokens per second with such groups. After the first ring.
 

@@ -17,13 +17,13 @@ import pytest
 import trio
 
 from skippy import embed
-from skippy.config import KvCacheConfig, PeerConfig, StageConfig
+from skippy.config import KvCacheConfig, StageConfig
 from skippy.engine.llama import LlamaEngine
 from skippy.models import ensure_slice
 from skippy.protocol import SamplingConfig
 from skippy.stage.links import MemoryTransport
 from tests.support.cached import cache_of, complete, counters
-from tests.support.cluster import LAYERS, Cluster, ranges_of, toy_topology
+from tests.support.cluster import LAYERS, Cluster, ranges_of, toy_config, toy_topology
 from tests.support.driver import driver_of
 from tests.support.tiny_models import write_tiny
 from tests.support.whole_model import WholeModel
@@ -56,29 +56,11 @@ def model_of(folder: Path, seed: int = 0, weights: str = "Q8_0") -> Path:
 
 
 def stage_configs(model: Path, stages: int, **keys: Any) -> list[StageConfig]:
-    ranges = ranges_of(stages)
-    peers = [
-        PeerConfig(stage_id=f"stage-{i}", stage_index=i, endpoint=f"127.0.0.1:{20_000 + i}")
-        for i in range(stages)
-    ]
+    ranges, endpoints = ranges_of(stages), [f"127.0.0.1:{20_000 + i}" for i in range(stages)]
+    keys = {"ctx_size": 128, "lane_count": 2, "n_threads": 1, **keys}
     return [
-        StageConfig(
-            run_id="test",
-            topology_id="test",
-            model_id="toy",
-            stage_id=f"stage-{index}",
-            stage_index=index,
-            layer_start=start,
-            layer_end=end,
-            load_mode="runtime-slice",
-            model_path=str(model),
-            bind_addr=peers[index].endpoint,
-            upstream=peers[index - 1] if index else None,
-            downstream=peers[index + 1] if index + 1 < stages else None,
-            n_threads=1,
-            **{"ctx_size": 128, "lane_count": 2, **keys},
-        )
-        for index, (start, end) in enumerate(ranges)
+        attrs.evolve(toy_config(index, ranges, endpoints, **keys), model_path=str(model))
+        for index in range(stages)
     ]
 
 
