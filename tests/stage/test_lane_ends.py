@@ -12,7 +12,8 @@ import trio.testing
 
 from skippy.engine.toy_vocabulary import TOY_TOKENS
 from skippy.frontend.admission import Admission, AdmissionGate
-from skippy.frontend.driver import ChainGenerator, ChainStream
+from skippy.frontend.chain_stream import ChainStream
+from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import ChainUnavailable, GenerationRequest, WorkTimedOut
 from skippy.frontend.lanes import LanePool, PooledLane
 from skippy.frontend.prefill import Prefill

@@ -18,6 +18,7 @@ import trio
 
 from skippy import embed
 from skippy.config import KvCacheConfig, StageConfig
+from skippy.embed.stages import engine_options
 from skippy.engine.llama import LlamaEngine
 from skippy.models import ensure_slice
 from skippy.protocol import SamplingConfig
@@ -81,7 +82,7 @@ async def opened(model: Path, stages: int, directory: Path, **keys: Any) -> Asyn
 def right_answers(model: Path, **keys: Any) -> list[list[int]]:
     """What the whole model gives behind PROMPT, BRANCH and OTHERS."""
     (config,) = stage_configs(model, 1, **keys)
-    options = attrs.evolve(embed.engine_options(config), max_sequences=1, cells=None)
+    options = attrs.evolve(engine_options(config), max_sequences=1, cells=None)
     whole = WholeModel(LlamaEngine.load(ensure_slice(model, 0, LAYERS), options), GREEDY, CHUNK)
     try:
         return [whole.answer(prompt, COUNT) for prompt in (PROMPT, BRANCH, *OTHERS)]
