@@ -13,9 +13,10 @@ import pytest
 import trio
 
 from skippy import embed
-from skippy.cli.demo import DemoOptions, lora_settings, prepare
-from skippy.config import ConfigError
+from skippy.cli.demo import DemoOptions, lora_adapter, prepare
+from skippy.config import ConfigError, KvCacheConfig, LoraAdapter
 from skippy.config.quantization import QUANTIZATIONS, parse_quantization
+from skippy.embed.model_part import find_model_part
 from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import CheckpointError, GGUFHeader, ensure_slice, file_sha256, header_path
 from tests.cli.support import run_cli
@@ -151,7 +152,7 @@ async def test_a_chain_with_an_adapter(folder: Path, tmp_path: Path) -> None:
     header = header_path(folder)
     names = [f"blk.{layer}.ffn_down.weight" for layer in range(4)]
     adapter = write_adapter(tmp_path / "lora.gguf", header, names, rank=8)
-    settings: dict[str, Any] = {"lora_path": str(adapter), "lora_scale": 8.0}
+    settings: dict[str, Any] = {"lora_adapters": (LoraAdapter(path=str(adapter), scale=8.0),)}
     with trio.fail_after(60):
         whole = await answer(folder, **settings)
         assert await answer(folder, 1, 3, **settings) == whole
@@ -160,11 +161,38 @@ async def test_a_chain_with_an_adapter(folder: Path, tmp_path: Path) -> None:
 
 def test_lora_of_run(tmp_path: Path) -> None:
     file = tmp_path / "a:2"
-    assert lora_settings(None) == {}
-    assert lora_settings(f"{tmp_path}/b:0.5") == {"lora_path": f"{tmp_path}/b", "lora_scale": 0.5}
-    with pytest.raises(click.ClickException, match="'x' behind the colon is not a number"):
-        lora_settings(f"{file}:x")
+    assert lora_adapter(f"{tmp_path}/b:0.5") == LoraAdapter(path=f"{tmp_path}/b", scale=0.5)
+    for scale, message in (("x", "'x' behind the colon is not a number"), ("0", "scale: is 0.0, must be")):
+        with pytest.raises(click.ClickException, match=message):
+            lora_adapter(f"{file}:{scale}")
     file.write_bytes(b"")
-    assert lora_settings(str(file)) == {"lora_path": str(file)}
-    with pytest.raises(ConfigError, match="lora_scale: is 0.0, must be a finite number and not 0"):
-        config(file, lora_scale=0.0)
+    assert lora_adapter(str(file)) == LoraAdapter(path=str(file))
+    with pytest.raises(ConfigError, match="lora_adapters: has 17 entries, at most 16 are used"):
+        config(file, lora_adapters=17 * (LoraAdapter(path="x"),))
+
+
+def test_adapters_are_what_stages_compare_and_state_belongs_to(folder: Path, tmp_path: Path) -> None:
+    names = ["blk.0.ffn_down.weight"]
+    first, second = (
+        LoraAdapter(path=str(write_adapter(tmp_path / f"{rank}.gguf", header_path(folder), names, rank=rank)))
+        for rank in (2, 4)
+    )
+    cache = KvCacheConfig(mode="lookup-record", directory=str(tmp_path / "states"))
+
+    async def identities(*adapters: LoraAdapter) -> tuple[str, bytes | None]:
+        found = await find_model_part(
+            config(folder, kv_cache=cache, lora_adapters=adapters), None, None, verify=True
+        )
+        return found.identity.package_id, found.identity.state_readers
+
+    async def main() -> list[tuple[str, bytes | None]]:
+        halved = attrs.evolve(second, scale=0.5)
+        return [
+            await identities(*adapters)
+            for adapters in ((), (first,), (first, second), (second, first), (first, halved), (first, second))
+        ]
+
+    *different, again = trio.run(main)
+    for column in zip(*different, strict=True):
+        assert len(set(column)) == 5
+    assert again == different[2]

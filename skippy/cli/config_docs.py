@@ -13,6 +13,7 @@ import click
 
 from skippy.config import (
     KvCacheConfig,
+    LoraAdapter,
     OpenAIOptions,
     PeerConfig,
     SelectedDevice,
@@ -64,6 +65,9 @@ def render() -> str:
             "### selected_device",
             "",
             _table(SelectedDevice),
+            "### lora_adapters",
+            "",
+            _table(LoraAdapter),
             "### kv_cache",
             "",
             "Where a configuration has no `kv_cache`, the environment may: see",
@@ -107,7 +111,7 @@ def _table(kind: type[Any]) -> str:
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for field in attrs.fields(kind):
         if DOC in field.metadata:
-            default = "required" if field.default is attrs.NOTHING else f"`{json.dumps(field.default)}`"
+            default = "required" if field.default is attrs.NOTHING else _code(field.default)
             rows.append(
                 f"| `{field.name}` | {_type_text(types_of[field.name])} | {default} | {field.metadata[DOC]} |"
             )
@@ -118,9 +122,13 @@ def _unavailable(kind: type[Any]) -> str:
     rows = ["| key | only accepted | because |", "| --- | --- | --- |"]
     for field in attrs.fields(kind):
         if UNAVAILABLE in field.metadata:
-            off = json.dumps(list(field.default) if field.default == () else field.default)
-            rows.append(f"| `{field.name}` | `{off}` | {field.metadata[UNAVAILABLE]} not available yet |")
+            off, feature = _code(field.default), field.metadata[UNAVAILABLE]
+            rows.append(f"| `{field.name}` | {off} | {feature} not available yet |")
     return "\n".join(rows) + "\n"
+
+
+def _code(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
 
 
 def _type_text(kind: Any) -> str:

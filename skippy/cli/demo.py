@@ -6,15 +6,17 @@ import importlib.util
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from skippy.config import (
     AccessOptions,
+    ConfigError,
     Endpoint,
     KvCacheConfig,
+    LoraAdapter,
     OpenAIOptions,
     StageOptions,
     switched_on,
@@ -67,7 +69,7 @@ class DemoOptions:
     verify_package: bool = True
     checkpoint_quantization: str | None = None
     checkpoint_imatrix: Path | None = None
-    lora: str | None = None
+    lora: Sequence[str] = ()
     model_id: str | None = None
     stages: int | None = None
     splits: str | None = None
@@ -172,15 +174,15 @@ def model_name(model: Path) -> str:
     return model.name if model.is_dir() else model.stem
 
 
-def lora_settings(text: str | None) -> dict[str, Any]:
-    """The keys that ``PATH[:SCALE]`` means; a file of that very name has no scale."""
-    if text is None:
-        return {}
+def lora_adapter(text: str) -> LoraAdapter:
+    """The adapter that ``PATH[:SCALE]`` means; a file of that very name has no scale."""
     path, colon, scale = text.rpartition(":")
     if not colon or Path(text).is_file():
-        return {"lora_path": os.path.abspath(text)}
+        return LoraAdapter(path=os.path.abspath(text))
     try:
-        return {"lora_path": os.path.abspath(path), "lora_scale": float(scale)}
+        return LoraAdapter(path=os.path.abspath(path), scale=float(scale))
+    except ConfigError as error:
+        raise SettingError(f"--lora: {text}: {error}") from None
     except ValueError:
         raise SettingError(f"--lora: {text}: {scale!r} behind the colon is not a number") from None
 
@@ -212,7 +214,7 @@ def _describe(
         model_path=str(model),
         checkpoint_quantization=options.checkpoint_quantization,
         checkpoint_imatrix=_absolute(options.checkpoint_imatrix),
-        **lora_settings(options.lora),
+        lora_adapters=tuple(map(lora_adapter, options.lora)),
         ctx_size=context_size(summary, options.ctx_size),
         lane_count=options.lane_count,
         kv_cache=with_environment(options.kv_cache, os.environ, auto="lookup-record"),

@@ -67,7 +67,12 @@ DEMO_ONLY = (
     help="A GGUF file, layer package, checkpoint folder or hf://namespace/repo; default: the bundled model.",
 )
 @checkpoint_options
-@click.option("--lora", metavar="PATH[:SCALE]", help="A LoRA adapter (GGUF); default scale: 1.")
+@click.option(
+    "--lora",
+    metavar="PATH[:SCALE]",
+    multiple=True,
+    help="A LoRA adapter (GGUF); default scale: 1. May be given several times.",
+)
 @click.option(
     "--load-mode",
     type=click.Choice(list(LOAD_MODES)),

@@ -11,7 +11,7 @@ from .files import load_stage_config, load_topology, stage_config_from_json, top
 from .kv import KvCacheConfig, with_environment
 from .links import check_links
 from .options import OpenAIOptions, StageOptions, WireConditions
-from .stage import LOAD_MODES, PeerConfig, SelectedDevice, StageConfig
+from .stage import LOAD_MODES, LoraAdapter, PeerConfig, SelectedDevice, StageConfig
 from .structure import from_json_value, to_json_value
 from .switches import switched_on
 from .topology import StagePlacement, StageTopology, check_against_topology
@@ -22,6 +22,7 @@ __all__ = [
     "ConfigError",
     "Endpoint",
     "KvCacheConfig",
+    "LoraAdapter",
     "OpenAIOptions",
     "PeerConfig",
     "SelectedDevice",

@@ -32,6 +32,9 @@ LOAD_MODES: Final[Mapping[str, str]] = {
 }
 """How a stage's part can be loaded, and what `model_path` names then."""
 
+MAX_ADAPTERS: Final = 16
+"""LoRA adapters on one model; each adds two multiplications to every matrix that it changes."""
+
 U32_MAX = 2**32 - 1
 I32_MAX = 2**31 - 1
 
@@ -68,6 +71,23 @@ class SelectedDevice:
     def __attrs_post_init__(self) -> None:
         require_text(self, "backend_device")
         refuse_unavailable(self)
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class LoraAdapter:
+    """A LoRA adapter on the model."""
+
+    path: str = key(
+        "A GGUF file of llama.cpp's `convert_lora_to_gguf.py`. One that changes the embedding is refused."
+    )
+    scale: float = key("What its changes are multiplied with.", default=1.0)
+
+    def __attrs_post_init__(self) -> None:
+        require_text(self, "path")
+        require(
+            math.isfinite(self.scale) and self.scale != 0,
+            f"scale: is {self.scale}, must be a finite number and not 0",
+        )
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -178,12 +198,11 @@ class StageConfig:
     checkpoint_imatrix_sha256: str | None = key(
         "The SHA-256 that `checkpoint_imatrix` must have; null: any.", default=None
     )
-    lora_path: str | None = key(
-        "A LoRA adapter, a GGUF file of llama.cpp's `convert_lora_to_gguf.py`; the same on all stages. Each "
-        "takes what is for its own layers. One that changes the embedding is refused.",
-        default=None,
+    lora_adapters: tuple[LoraAdapter, ...] = key(
+        "LoRA adapters on the model; the same in the same order on all stages. Each stage takes what is for "
+        f"its own layers. At most {MAX_ADAPTERS}.",
+        default=(),
     )
-    lora_scale: float = key("What the adapter's changes are multiplied with.", default=1.0)
     manifest_sha256: str | None = key(
         "With `layer-package`: the SHA-256 that `model-package.json` must have; null: any.", default=None
     )
@@ -210,7 +229,7 @@ class StageConfig:
         require_text(
             self,
             *("run_id", "topology_id", "model_id", "stage_id"),
-            *("model_path", "checkpoint_imatrix", "lora_path"),
+            *("model_path", "checkpoint_imatrix"),
         )
         require_range(self, 0, U32_MAX, "stage_index", "layer_start", "layer_end")
         require_range(self, 1, 2**24, "ctx_size")
@@ -231,10 +250,8 @@ class StageConfig:
         )
         self._check_manifest_digest()
         self._check_checkpoint()
-        require(
-            math.isfinite(self.lora_scale) and self.lora_scale != 0,
-            f"lora_scale: is {self.lora_scale}, must be a finite number and not 0",
-        )
+        count = len(self.lora_adapters)
+        require(count <= MAX_ADAPTERS, f"lora_adapters: has {count} entries, at most {MAX_ADAPTERS} are used")
         Endpoint.parse(self.bind_addr, where="bind_addr", allow_any_port=True)
         self._check_position()
         self._check_kv_cache()

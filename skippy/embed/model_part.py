@@ -19,6 +19,7 @@ from skippy.models import (
     find_part,
     header_path,
     local_path,
+    mix_adapters,
     read_model,
     weights_sha256,
 )
@@ -34,12 +35,12 @@ class ModelPart:
     Attributes:
         layers: the file that holds them.
         identity: what is said of the model to the other stages.
-        adapter: the part of the LoRA adapter for these layers; None without one.
+        adapters: the parts of the LoRA adapters for these layers, in the configured order.
     """
 
     layers: SliceInfo
     identity: ModelIdentity
-    adapter: AdapterPart | None
+    adapters: tuple[AdapterPart, ...]
 
 
 async def find_model_part(
@@ -88,22 +89,23 @@ def _find(
         recipe=recipe,
     )
     identity = identify_model(part, described, dialled_ranges(config, topology))
-    adapter = None
-    if config.lora_path is not None:
-        adapter = cut_adapter(config.lora_path, config.lora_scale, part, progress=report)
-        digest = adapter.mixed_into(identity.package_id)
+    adapters = tuple(
+        cut_adapter(adapter.path, adapter.scale, part, progress=report) for adapter in config.lora_adapters
+    )
+    if adapters:
+        digest = mix_adapters(identity.package_id, adapters)
         identity = attrs.evolve(identity, package_id=f"sha256:{digest}")
     if config.kv_cache is not None and config.kv_cache.on and config.kv_cache.directory is not None:
         weights = part.content_sha256 or weights_sha256(part, progress=report)
         readers = stage_identity(
             config,
-            weights=weights if adapter is None else adapter.mixed_into(weights),
+            weights=mix_adapters(weights, adapters),
             rules=identity.rules,
             backend=identity.backend,
             threads=config.n_threads or usable_cores(),
         )
         identity = attrs.evolve(identity, state_readers=readers)
-    return ModelPart(part, identity, adapter)
+    return ModelPart(part, identity, adapters)
 
 
 def _check_mtp(path: Path) -> None:

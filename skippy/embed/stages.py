@@ -6,7 +6,7 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import trio
 
@@ -113,8 +113,8 @@ async def _stop_event() -> AsyncIterator[threading.Event]:
         nursery.cancel_scope.cancel()
 
 
-def engine_options(config: StageConfig, adapter: AdapterPart | None = None) -> EngineOptions:
-    """The engine settings that a stage's configuration asks for, with its part of a LoRA adapter."""
+def engine_options(config: StageConfig, adapters: Sequence[AdapterPart] = ()) -> EngineOptions:
+    """The engine settings that a stage's configuration asks for, with its parts of LoRA adapters."""
     defaults = EngineOptions()
     unified = defaults.kv_unified if config.kv_unified is None else config.kv_unified
     extra = extra_sequences(config.kv_cache, lane_count=config.lane_count, kv_unified=unified)
@@ -143,7 +143,7 @@ def engine_options(config: StageConfig, adapter: AdapterPart | None = None) -> E
         kv_offload=defaults.kv_offload if config.kv_offload is None else config.kv_offload,
         kv_unified=unified,
         swa_full=defaults.swa_full if config.swa_full is None else config.swa_full,
-        adapter=None if adapter is None or adapter.path is None else (adapter.path, adapter.scale),
+        adapters=tuple((adapter.path, adapter.scale) for adapter in adapters if adapter.path is not None),
     )
 
 
@@ -157,7 +157,7 @@ async def _prepare_llama(
     """What loads llama.cpp with the stage's layers, and the model that these are of."""
     # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
     part = await find_model_part(config, topology, progress, options.verify_package)
-    settings = engine_options(config, part.adapter)
+    settings = engine_options(config, part.adapters)
     return functools.partial(_load_llama, part.layers, settings, progress, stopped), part.identity
 
 

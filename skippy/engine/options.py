@@ -78,7 +78,7 @@ class EngineOptions:
         kv_unified: one pool of cells shared by all sequences. A sequence's numbers then depend on where
             its cells lie, so results are not reproducible under concurrent load. Every row looks at the
             cells of all: slower the more they hold (docs/performance.md, "KV placement").
-        adapter: a LoRA adapter for just this slice, and what its changes are multiplied with.
+        adapters: LoRA adapters for just this slice, and what the changes of each are multiplied with.
         tap: how the boundary is read; ``"auto"`` takes C when it was built, else Python.
 
     Raises:
@@ -109,7 +109,7 @@ class EngineOptions:
     kv_offload: bool = True
     kv_unified: bool = False
     swa_full: bool = True
-    adapter: tuple[Path, float] | None = None
+    adapters: tuple[tuple[Path, float], ...] = ()
     tap: TapChoice = attrs.field(default="auto", validator=_one_of(*get_args(TapChoice)))
 
     def __attrs_post_init__(self) -> None:

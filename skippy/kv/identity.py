@@ -88,8 +88,7 @@ CHANGES_NOTHING: Final = frozenset(
         "materialized_path",
         "materialized_pinned",
         "checkpoint_imatrix",
-        "lora_path",
-        "lora_scale",
+        "lora_adapters",  # their digests and scales are mixed into the weights'
         # How the same bytes get into memory.
         "mmap",
         "mlock",

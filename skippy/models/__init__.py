@@ -3,7 +3,7 @@
 Never here: trio, llama.cpp, anything that computes.
 """
 
-from skippy.models.adapters import AdapterPart, cut_adapter
+from skippy.models.adapters import AdapterPart, cut_adapter, mix_adapters
 from skippy.models.boundary import BoundaryPart
 from skippy.models.cache import default_cache_dir, ensure_slice, header_path, weights_sha256, write_slice_of
 from skippy.models.checkpoint import Quantiser, Recipe, is_checkpoint
@@ -35,7 +35,8 @@ from skippy.models.package import Package, read_model
 from skippy.models.packing import write_package
 from skippy.models.parts import read_gguf
 from skippy.models.plan import RULES_VERSION, SlicePlan, plan_slice, possible_cuts, slice_bytes
-from skippy.models.slicer import Progress, file_sha256, write_slice
+from skippy.models.slicer import file_sha256, write_slice
+from skippy.models.store import Progress
 from skippy.models.summary import ModelSummary, inspect_model
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "is_reference",
     "load_mode_of",
     "local_path",
+    "mix_adapters",
     "plan_slice",
     "possible_cuts",
     "read_gguf",

@@ -11,24 +11,27 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
-import numpy as np
-from gguf import GGUFWriter
 
-from skippy.models.cache import default_cache_dir, file_digest, locked
-from skippy.models.errors import GGUFError, ModelError, show
-from skippy.models.gguf import GGUFHeader, TensorInfo
+from skippy.models.cache import default_cache_dir, file_digest
+from skippy.models.errors import GGUFError, show
+from skippy.models.gguf import GGUFHeader, TensorInfo, ValueType
 from skippy.models.info import SliceInfo, split_layer_name
-from skippy.models.slicer import Progress, temporary_prefix, write_error
+from skippy.models.layout import FilePlan, copied
+from skippy.models.metadata import Entry, entry
+from skippy.models.parts import read_gguf
+from skippy.models.slicer import write_plan
+from skippy.models.store import Progress, kept
 
 CUT_VERSION: Final = 1
 """Raised whenever the same adapter and slice would give another part."""
 _TENSOR: Final = re.compile(r"(.+\.weight)\.lora_([ab])")
+_TYPES: Final = ("F32", "F16", "BF16", "Q8_0")
+"""What the converter writes. llama.cpp ends the process where it cannot multiply with a type."""
 
 
 @attrs.frozen(slots=True)
@@ -45,9 +48,13 @@ class AdapterPart:
     sha256: str
     scale: float
 
-    def mixed_into(self, digest: str) -> str:
-        """A digest of what ``digest`` names, changed by this adapter; 64 hex digits."""
-        return hashlib.sha256(f"{digest} lora {self.sha256} {self.scale!r}".encode()).hexdigest()
+
+def mix_adapters(digest: str, adapters: Iterable[AdapterPart]) -> str:
+    """A digest of what ``digest`` names, changed by these adapters in this order; itself without any."""
+    for adapter in adapters:
+        mixed = f"{digest} lora {adapter.sha256} {adapter.scale!r}"
+        digest = hashlib.sha256(mixed.encode()).hexdigest()
+    return digest
 
 
 def cut_adapter(
@@ -73,10 +80,16 @@ def cut_adapter(
         return AdapterPart(None, sha256, scale)
     place = f"{part.layer_start}-{part.layer_end}.{part.front_layers}"
     out = folder / "adapters" / f"{sha256}.a{CUT_VERSION}.{place}.gguf"
-    with locked(out, sum(tensor.nbytes for tensor in chosen.values()), progress):
-        if not _is_whole(out, chosen):
-            _write(header, chosen, out)
-    return AdapterPart(out, sha256, scale)
+    plan = _plan(header, chosen)
+
+    def read() -> Path | None:
+        return out if _is_whole(out, chosen) else None
+
+    def make() -> Path:
+        write_plan(plan, out, progress)
+        return out
+
+    return AdapterPart(kept(out, read, make, plan.disk_bytes, progress), sha256, scale)
 
 
 def _chosen(header: GGUFHeader, part: SliceInfo) -> dict[str, TensorInfo]:
@@ -92,12 +105,19 @@ def _chosen(header: GGUFHeader, part: SliceInfo) -> dict[str, TensorInfo]:
     if header.value("adapter.alora.invocation_tokens") is not None:
         raise GGUFError(header.path, "adapters that begin at invocation tokens are not supported")
     _alpha(header)
-    matrices = GGUFHeader.read(part.path).tensors
+    if not header.tensors:
+        raise GGUFError(header.path, "is an adapter without any tensors")
+    matrices = read_gguf(part.path).tensors
     out: dict[str, TensorInfo] = {}
     for name, tensor in header.tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise GGUFError(header.path, f"tensor {show(name)} is no part of a low-rank pair")
+        if tensor.type_name not in _TYPES:
+            raise GGUFError(
+                header.path,
+                f"tensor {show(name)} is of type {tensor.type_name}; {', '.join(_TYPES)} are supported",
+            )
         own = _own_name(match[1], header, part)
         pair = [header.tensors.get(f"{match[1]}.lora_{letter}") for letter in "ab"]
         if pair[0] is None or pair[1] is None:
@@ -149,37 +169,18 @@ def _alpha(header: GGUFHeader) -> float:
 def _is_whole(path: Path, chosen: Mapping[str, TensorInfo]) -> bool:
     try:
         found = GGUFHeader.read(path).tensors
-    except ModelError:
+    except GGUFError:
         return False
     return {n: (t.type, t.dims) for n, t in found.items()} == {n: (t.type, t.dims) for n, t in chosen.items()}
 
 
-def _write(header: GGUFHeader, chosen: Mapping[str, TensorInfo], path: Path) -> None:
-    """Write a part. Memory: its largest tensor."""
-    temporary = path.with_name(f"{temporary_prefix(path.name)}{secrets.token_hex(4)}.tmp")
-    source = header.stamp.open()
-    try:
-        out = GGUFWriter(temporary, header.text("general.architecture"))
-        out.add_string("general.type", "adapter")
-        out.add_string("adapter.type", "lora")
-        out.add_float32("adapter.lora.alpha", _alpha(header))
-        for name, tensor in chosen.items():
-            kind: Any = tensor.type
-            out.add_tensor_info(name, tensor.dims[::-1], np.dtype(np.float32), tensor.nbytes, kind)
-        out.write_header_to_file()
-        out.write_kv_data_to_file()
-        out.write_ti_data_to_file()
-        out.close()
-        with temporary.open("ab") as file:
-            for tensor in chosen.values():
-                file.write(bytes(-file.tell() % 32))
-                file.write(os.pread(source, tensor.nbytes, tensor.offset))
-            file.write(bytes(-file.tell() % 32))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise write_error(path, error, sum(tensor.nbytes for tensor in chosen.values())) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-        os.close(source)
+def _plan(header: GGUFHeader, chosen: Mapping[str, TensorInfo]) -> FilePlan:
+    """A part as a file: of the adapter's metadata nothing but what llama.cpp needs."""
+    keys = ("general.architecture", "general.alignment")
+    metadata: list[Entry] = [header.metadata[key] for key in keys if key in header.metadata]
+    metadata += [
+        entry("general.type", "adapter"),
+        entry("adapter.type", "lora"),
+        entry("adapter.lora.alpha", _alpha(header), ValueType.FLOAT32),
+    ]
+    return FilePlan(header, tuple(metadata), tuple(copied(tensor, name) for name, tensor in chosen.items()))

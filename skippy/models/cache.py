@@ -13,17 +13,14 @@ same work.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
-import filelock
 import platformdirs
 
 from skippy.models.checkpoint import Conversion, Recipe, is_checkpoint
@@ -35,15 +32,8 @@ from skippy.models.package import Package
 from skippy.models.parts import read_gguf
 from skippy.models.plan import RULES_VERSION, SlicePlan, check_range, plan_slice
 from skippy.models.reading import FileStamp
-from skippy.models.slicer import (
-    Progress,
-    TensorData,
-    combined_sha256,
-    file_sha256,
-    temporary_prefix,
-    write_error,
-    write_slice,
-)
+from skippy.models.slicer import TensorData, combined_sha256, file_sha256, write_slice
+from skippy.models.store import Progress, kept, replacing
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -192,22 +182,19 @@ def _conversion(model_path: str | os.PathLike[str], recipe: Recipe | None) -> Co
 
 def _outline(conversion: Conversion, folder: Path, progress: Progress | None) -> GGUFHeader:
     path = folder / "checkpoints" / f"{conversion.digest}.gguf"
-    with contextlib.suppress(GGUFError):
-        return GGUFHeader.read(path)
-    with locked(path, 0, progress):
-        with contextlib.suppress(GGUFError):
-            return GGUFHeader.read(path)
-        _remove_leftovers(path)
-        temporary = path.with_name(f"{temporary_prefix(path.name)}{secrets.token_hex(4)}.tmp")
+
+    def read() -> GGUFHeader | None:
         try:
+            return GGUFHeader.read(path)
+        except GGUFError:
+            return None
+
+    def make() -> GGUFHeader:
+        with replacing(path, 0) as temporary:
             conversion.write_outline(temporary)
-            os.replace(temporary, path)
-        except BaseException as error:
-            temporary.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise write_error(path, error, 0) from error
-            raise
         return GGUFHeader.read(path)
+
+    return kept(path, read, make, 0, progress)
 
 
 def _ensure_converted(
@@ -245,15 +232,13 @@ def _ensure(
     """The slice that ``plan`` describes, from the cache or newly written."""
     start, end = plan.layer_start, plan.layer_end
     path = folder / "slices" / f"{key}.r{RULES_VERSION}.{start}-{end}.gguf"
-    cached = _valid(path, sha256, start, end)
-    if cached is not None:
-        return cached
-    with locked(path, plan.disk_bytes, progress):
-        cached = _valid(path, sha256, start, end)
-        if cached is not None:
-            return cached
-        _remove_leftovers(path)
-        return write_slice(plan.header, path, start, end, progress, source_sha256=sha256, data=data)
+    return kept(
+        path,
+        lambda: _valid(path, sha256, start, end),
+        lambda: write_slice(plan.header, path, start, end, progress, source_sha256=sha256, data=data),
+        plan.disk_bytes,
+        progress,
+    )
 
 
 def _folder(cache_dir: str | os.PathLike[str] | None) -> Path:
@@ -311,23 +296,14 @@ def file_digest(stamp: FileStamp, folder: Path, progress: Progress | None) -> st
 def _remembered(folder: Path, identity: str, progress: Progress | None, compute: Callable[[], str]) -> str:
     """The digest of what ``identity`` names, computed once."""
     memo = folder / hashlib.sha256(os.fsencode(identity)).hexdigest()
-    known = _read_memo(memo)
-    if known is not None:
-        return known
-    with locked(memo, 64, progress):
-        known = _read_memo(memo)
-        if known is not None:
-            return known
+
+    def make() -> str:
         sha256 = compute()
-        _remove_leftovers(memo)
-        temporary = memo.with_name(f"{temporary_prefix(memo.name)}{secrets.token_hex(4)}.tmp")
-        try:
+        with replacing(memo, len(sha256)) as temporary:
             temporary.write_text(sha256, "ascii")
-            os.replace(temporary, memo)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise write_error(memo, error, 64) from error
         return sha256
+
+    return kept(memo, lambda: _read_memo(memo), make, 64, progress)
 
 
 def _read_memo(path: Path) -> str | None:
@@ -336,32 +312,3 @@ def _read_memo(path: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return text if _SHA256.fullmatch(text) else None
-
-
-@contextlib.contextmanager
-def locked(path: Path, needed: int, progress: Progress | None) -> Iterator[None]:
-    """Hold the lock beside ``path``; folders are made as needed."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(f"{path}.lock")
-        timeout = 0
-        while True:
-            try:
-                lock.acquire(timeout=timeout)
-                break
-            except filelock.Timeout:
-                timeout = 1  # seconds between two reports, which may end the wait
-                if progress is not None:
-                    progress("wait", 0, 0)
-    except OSError as error:
-        raise write_error(path, error, needed) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove what a killed process left unfinished; the lock is held, so nobody is writing it."""
-    for leftover in path.parent.glob(f"{temporary_prefix(path.name)}*.tmp"):
-        leftover.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from skippy.models.manifest import MANIFEST, Artifact, Manifest
 from skippy.models.package import INVENTORY, Package
 from skippy.models.parts import part_names
 from skippy.models.plan import plan_slice
-from skippy.models.slicer import Progress
+from skippy.models.store import Progress
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -11,7 +11,7 @@ from skippy.models.errors import CheckpointError, LayerRangeError, PackageError
 from skippy.models.hub import fetch, is_reference
 from skippy.models.info import SliceInfo
 from skippy.models.manifest import MANIFEST, Manifest, is_package
-from skippy.models.slicer import Progress
+from skippy.models.store import Progress
 
 RUNTIME_SLICE, ARTIFACT_SLICE, LAYER_PACKAGE = "runtime-slice", "artifact-slice", "layer-package"
 

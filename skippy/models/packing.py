@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
@@ -13,22 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from skippy.models.errors import GGUFError, SliceWriteError
-from skippy.models.gguf import MAX_DIMENSIONS, GGUFHeader, Metadata, TensorInfo, ValueType
+from skippy.models.gguf import MAX_DIMENSIONS, GGUFHeader, TensorInfo, ValueType
 from skippy.models.info import hidden_size, is_slice, layer_count
-from skippy.models.layers import Picks
+from skippy.models.layout import FilePlan, copied
 from skippy.models.manifest import ABI, MANIFEST, SCHEMA_VERSION, Manifest
-from skippy.models.metadata import text_bytes
+from skippy.models.metadata import Entry, text_bytes
 from skippy.models.package import INVENTORY, part_of
 from skippy.models.parts import read_gguf
-from skippy.models.plan import PlannedTensor, SlicePlan
-from skippy.models.slicer import (
-    Progress,
-    file_sha256,
-    sync_folder,
-    temporary_prefix,
-    write_error,
-    write_plan,
-)
+from skippy.models.slicer import file_sha256, write_plan
+from skippy.models.store import Progress, sync_folder, temporary_name, write_error
 
 _SHARED = ("metadata", "embeddings", "output")
 
@@ -58,7 +50,7 @@ def write_package(
     parts = _share_out(header)
     if os.path.lexists(out):
         raise SliceWriteError(f"{out}: exists already; remove it, or name another folder")
-    temporary = out.with_name(f"{temporary_prefix(out.name)}{secrets.token_hex(4)}.tmp")
+    temporary = temporary_name(out)
     try:
         for folder in ("shared", "layers"):
             (temporary / folder).mkdir(parents=True)
@@ -142,14 +134,13 @@ def _write_parts(
     return {"shared": shared, "layers": layers}
 
 
-def _plan(header: GGUFHeader, place: int | str, tensors: list[TensorInfo]) -> SlicePlan:
+def _plan(header: GGUFHeader, place: int | str, tensors: list[TensorInfo]) -> FilePlan:
     """A part as a file: all of the model's metadata in one of them, in others what reading them takes."""
     keys = ("general.architecture", "general.alignment")
-    metadata: list[Metadata | bytes] = [header.metadata[key] for key in keys if key in header.metadata]
+    metadata: list[Entry] = [header.metadata[key] for key in keys if key in header.metadata]
     if place == "metadata":
         metadata = [*header.metadata.values(), *_inventory(header)]
-    planned = tuple(PlannedTensor(t.name, t.dims, t.type, t.nbytes, t) for t in tensors)
-    return SlicePlan(header, 0, 1, 1, Picks((), (0,), ()), (), (), tuple(metadata), planned)
+    return FilePlan(header, tuple(metadata), tuple(copied(tensor, tensor.name) for tensor in tensors))
 
 
 def _inventory(header: GGUFHeader) -> Iterator[bytes]:

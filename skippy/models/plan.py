@@ -11,7 +11,7 @@ The general rules, the same for every family:
 
 from __future__ import annotations
 
-import struct
+from pathlib import Path
 
 import attrs
 
@@ -21,6 +21,7 @@ from skippy.models.families import Family, family_of
 from skippy.models.gguf import GGUFHeader, Scalar, TensorInfo
 from skippy.models.info import (
     SLICE_PREFIX,
+    SliceInfo,
     hidden_size,
     is_slice,
     is_tied,
@@ -30,80 +31,58 @@ from skippy.models.info import (
     vocabulary_size,
 )
 from skippy.models.layers import MOST_LAYERS, Picks, check_cut, entry_node, pick_layers
-from skippy.models.metadata import Entry, entry, lookup_layers, plan_metadata, text_bytes
+from skippy.models.layout import FilePlan, PlannedTensor, copied
+from skippy.models.metadata import Entry, entry, lookup_layers, plan_metadata
 from skippy.models.tensor_types import tensor_bytes
 
 RULES_VERSION = 2
 """Raised whenever the same range of the same file would give another slice."""
 
 
-@attrs.frozen(slots=True)
-class PlannedTensor:
-    """A tensor of the slice: copied from ``source``, or a hole of zeros when that is None."""
-
-    name: str
-    dims: tuple[int, ...]
-    type: int
-    nbytes: int
-    source: TensorInfo | None
-
-
-@attrs.frozen(slots=True, eq=False)
-class SlicePlan:
+@attrs.frozen(slots=True, eq=False, kw_only=True)
+class SlicePlan(FilePlan):
     """A slice to be written.
 
     Attributes:
-        header: of the source.
         layer_start, layer_end, layer_count: as in :class:`~skippy.models.SliceInfo`.
         picks: its layers, spare ones included.
         inputs: nodes that the input boundary overwrites; empty where it is fed as embeddings, or tokens are.
         outputs: nodes of the output boundary; empty for a last slice.
-        metadata: entries, either the source's own (copied byte for byte) or encoded anew.
-        tensors: in file order.
+        takes_tokens: it reads token ids beside the boundary.
+        source_sha256: of the whole model; empty where that was not asked for.
     """
 
-    header: GGUFHeader
     layer_start: int
     layer_end: int
     layer_count: int
     picks: Picks
     inputs: tuple[BoundaryPart, ...]
     outputs: tuple[BoundaryPart, ...]
-    metadata: tuple[Entry, ...]
-    tensors: tuple[PlannedTensor, ...]
+    takes_tokens: bool
+    source_sha256: str
 
-    def padded(self, size: int) -> int:
-        """``size`` rounded up to the file's alignment."""
-        return size + -size % self.header.alignment
-
-    @property
-    def data_offset(self) -> int:
-        """File offset of the tensor data."""
-        size = 24 + sum(len(e) if isinstance(e, bytes) else e.end - e.start for e in self.metadata)
-        return self.padded(size + len(self.tensor_infos()))
-
-    @property
-    def file_bytes(self) -> int:
-        """Length of the file, holes included."""
-        return self.data_offset + sum(self.padded(t.nbytes) for t in self.tensors)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes written, holes excluded; a file system rounds up to its blocks."""
-        return self.data_offset + sum(self.padded(t.nbytes) for t in self.tensors if t.source)
-
-    def preamble(self) -> bytes:
-        """Magic, version 3 and counts."""
-        return struct.pack("<4sIQQ", b"GGUF", 3, len(self.tensors), len(self.metadata))
-
-    def tensor_infos(self) -> bytes:
-        """The encoded list of tensors, with offsets from the start of the data."""
-        out, offset = bytearray(), 0
-        for tensor in self.tensors:
-            out += text_bytes(tensor.name) + struct.pack("<I", len(tensor.dims))
-            out += struct.pack(f"<{len(tensor.dims)}QIQ", *tensor.dims, tensor.type, offset)
-            offset += self.padded(tensor.nbytes)
-        return bytes(out)
+    def info(self, path: Path) -> SliceInfo:
+        """What the slice is once it is written to ``path``: what reading it there would give."""
+        header = self.header
+        architecture = header.text("general.architecture")
+        return SliceInfo(
+            path=path,
+            architecture=architecture,
+            layer_start=self.layer_start,
+            layer_end=self.layer_end,
+            layer_count=self.layer_count,
+            front_layers=len(self.picks.front),
+            spare_layers=len(self.picks.back),
+            hidden_size=hidden_size(header),
+            context_length=header.count(f"{architecture}.context_length", 0),
+            vocab_size=vocabulary_size(header),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            takes_tokens=self.takes_tokens,
+            tied=is_tied(header),
+            source_sha256=self.source_sha256,
+            file_bytes=self.file_bytes,
+        )
 
 
 def plan_slice(header: GGUFHeader, layer_start: int, layer_end: int, *, source_sha256: str = "") -> SlicePlan:
@@ -124,7 +103,7 @@ def plan_slice(header: GGUFHeader, layer_start: int, layer_end: int, *, source_s
         inputs: tuple[BoundaryPart, ...] = ()
         outputs: tuple[BoundaryPart, ...] = ()
         metadata: tuple[Entry, ...] = tuple(header.metadata.values())
-        tensors = tuple(_copied(tensor, tensor.name) for tensor in header.tensors.values())
+        tensors = tuple(copied(tensor, tensor.name) for tensor in header.tensors.values())
         tokens = False
     else:
         family = family_of(header)
@@ -150,7 +129,19 @@ def plan_slice(header: GGUFHeader, layer_start: int, layer_end: int, *, source_s
         "source_sha256": source_sha256,
     }
     own = tuple(entry(SLICE_PREFIX + key, value) for key, value in keys.items())
-    return SlicePlan(header, layer_start, layer_end, count, picks, inputs, outputs, metadata + own, tensors)
+    return SlicePlan(
+        header=header,
+        metadata=metadata + own,
+        tensors=tensors,
+        layer_start=layer_start,
+        layer_end=layer_end,
+        layer_count=count,
+        picks=picks,
+        inputs=inputs,
+        outputs=outputs,
+        takes_tokens=tokens,
+        source_sha256=source_sha256,
+    )
 
 
 def _takes_tokens(header: GGUFHeader, family: Family, picks: Picks) -> bool:
@@ -207,7 +198,7 @@ def _plan_tensors(header: GGUFHeader, family: Family, picks: Picks, count: int) 
         for tensor, rest in by_layer[index]:
             if not (family.lookups and rest.startswith("ple_") and not (real and lookups)):
                 name = f"blk.{position}.{rest}"
-                layers.append(_copied(tensor, name) if real else _hole(tensor, name))
+                layers.append(copied(tensor, name) if real else _hole(tensor, name))
     return (*others, *layers)
 
 
@@ -217,7 +208,7 @@ def _plan_outer(
     """A tensor outside the layers: copied, a hole, or left out."""
     name = tensor.name
     if is_copied(name, family, first=first, last=last, tied=is_tied(header)):
-        return [_copied(tensor, name)]
+        return [copied(tensor, name)]
     if name.startswith("output.") and not family.output_required:
         return []
     one_row = not first and not last and family.entry is None and not family.keeps_vocabulary
@@ -231,10 +222,6 @@ def is_copied(name: str, family: Family | None, *, first: bool, last: bool, tied
     if name == "position_embd.weight":
         return first or (family is not None and family.entry is not None)  # else the first slice has added it
     return last or not name.startswith("output.")
-
-
-def _copied(tensor: TensorInfo, name: str) -> PlannedTensor:
-    return PlannedTensor(name, tensor.dims, tensor.type, tensor.nbytes, tensor)
 
 
 def _hole(tensor: TensorInfo, name: str, *, one_row: bool = False) -> PlannedTensor:

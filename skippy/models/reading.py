@@ -6,7 +6,7 @@ import os
 import stat
 import struct
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import attrs
 
@@ -53,6 +53,26 @@ def open_regular(path: Path) -> int:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise GGUFError(path, f"cannot be opened: {reason}") from error
+
+
+class Sources:
+    """Files that are read, each opened when the first byte of it is needed. Not safe from two threads."""
+
+    def __init__(self) -> None:
+        self._open: dict[FileStamp, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def descriptor(self, file: FileStamp) -> int:
+        """For reading. Raises GGUFError when the file is gone or not what it was."""
+        if file not in self._open:
+            self._open[file] = file.open()
+        return self._open[file]
 
 
 class Cursor:

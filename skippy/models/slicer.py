@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,18 +13,15 @@ import attrs
 from skippy.models.errors import GGUFError, SliceWriteError
 from skippy.models.gguf import GGUFHeader, TensorInfo
 from skippy.models.info import SliceInfo
-from skippy.models.plan import SlicePlan, plan_slice
-from skippy.models.reading import FileStamp, open_regular
-
-Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done_bytes, total_bytes)``; stages are "hash", "wait" (for another process,
-0 of 0) and "write". An exception it raises ends the work cleanly and comes out of the call;
-so a worker thread may check there whether it was cancelled."""
+from skippy.models.layout import FilePlan
+from skippy.models.plan import plan_slice
+from skippy.models.reading import FileStamp, Sources, open_regular
+from skippy.models.store import Progress, replacing
 
 TensorData = Callable[[TensorInfo], Iterator[bytes]]
 """Makes the bytes of a tensor, in pieces."""
 
-_CHUNK = 8 << 20  # bytes between two progress reports
+_CHUNK = 8 << 20  # bytes between two progress reports; the disk begins with one while the next is copied
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
@@ -56,12 +52,13 @@ def write_slice(
         raise SliceWriteError(f"{out}: is the source model, the slice needs a file of its own")
     if source_sha256 is None:
         source_sha256 = combined_sha256([file_sha256(file.path, progress) for file in header.files])
-    write_plan(plan_slice(header, layer_start, layer_end, source_sha256=source_sha256), out, progress, data)
-    return SliceInfo.from_file(out)
+    plan = plan_slice(header, layer_start, layer_end, source_sha256=source_sha256)
+    write_plan(plan, out, progress, data)
+    return plan.info(out)
 
 
 def write_plan(
-    plan: SlicePlan, out: Path, progress: Progress | None = None, data: TensorData | None = None
+    plan: FilePlan, out: Path, progress: Progress | None = None, data: TensorData | None = None
 ) -> None:
     """Write what is planned, complete and synced under ``out``, or not at all; ``data``: as for a slice.
 
@@ -69,17 +66,8 @@ def write_plan(
         GGUFError: a source file changed or ends early.
         SliceWriteError: disk full, no permission.
     """
-    temporary = out.with_name(f"{temporary_prefix(out.name)}{secrets.token_hex(4)}.tmp")
-    try:
-        with _Sources() as sources:
-            _write_file(plan, sources, temporary, progress, data)
-        os.replace(temporary, out)
-        sync_folder(out.parent)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise write_error(out, error, plan.disk_bytes) from error
-        raise
+    with replacing(out, plan.disk_bytes) as temporary, Sources() as sources:
+        _write_file(plan, sources, temporary, progress, data)
 
 
 def combined_sha256(digests: Sequence[str]) -> str:
@@ -87,20 +75,6 @@ def combined_sha256(digests: Sequence[str]) -> str:
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
-
-
-def temporary_prefix(name: str) -> str:
-    """How the names of unfinished files for ``name`` begin."""
-    return f".{name}."
-
-
-def write_error(path: Path, error: OSError, needed: int) -> SliceWriteError:
-    """The error for a failed write of ``needed`` bytes."""
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        reason += f"; {needed / 2**20:.1f} MiB are needed in {path.parent}"
-    hint = "SKIPPY_CACHE names another folder for slices"
-    return SliceWriteError(f"{path}: cannot be written: {reason}; {hint}")
 
 
 def file_sha256(path: str | os.PathLike[str], progress: Progress | None = None) -> str:
@@ -140,28 +114,8 @@ class _Meter:
             self.report("write", self.done, self.total)
 
 
-class _Sources:
-    """The files that a slice is copied from, each opened when the first byte of it is needed."""
-
-    def __init__(self) -> None:
-        self._open: dict[FileStamp, int] = {}
-
-    def __enter__(self) -> _Sources:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def descriptor(self, file: FileStamp) -> int:
-        """For reading. Raises GGUFError when the file is gone or not what it was."""
-        if file not in self._open:
-            self._open[file] = file.open()
-        return self._open[file]
-
-
 def _write_file(
-    plan: SlicePlan, sources: _Sources, path: Path, progress: Progress | None, data: TensorData | None
+    plan: FilePlan, sources: Sources, path: Path, progress: Progress | None, data: TensorData | None
 ) -> None:
     target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
@@ -184,7 +138,6 @@ def _write_file(
                 _copy(sources, source.file, target, source.offset, position, tensor.nbytes, meter)
             position += plan.padded(tensor.nbytes)
         os.ftruncate(target, position)  # padding and holes at the end
-        os.fsync(target)
     finally:
         os.close(target)
 
@@ -197,17 +150,27 @@ def _write_all(target: int, data: bytes, position: int) -> int:
     return position
 
 
+def _start_writing(target: int, start: int, end: int) -> None:
+    """Let the disk begin with these bytes, so that the sync at the end finds little left to wait for.
+
+    Linux does that when told they are not needed; what it is still writing stays in memory all the same.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(target, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
 def _put(pieces: Iterator[bytes], target: int, position: int, count: int, meter: _Meter) -> None:
     """Write ``count`` bytes that come in pieces."""
     end = position + count
     for piece in pieces:
-        position = _write_all(target, piece, position)
+        before, position = position, _write_all(target, piece, position)
+        _start_writing(target, before, position)
         meter.add(len(piece))
     assert position == end, "a tensor has as many bytes as its type and shape make"
 
 
 def _copy(
-    sources: _Sources,
+    sources: Sources,
     file: FileStamp,
     target: int,
     start: int,
@@ -234,6 +197,7 @@ def _copy(
             _write_all(target, chunk, position)
         if not moved:
             raise GGUFError(file.path, f"ends at byte {start} while being copied")
+        _start_writing(target, position, position + moved)
         start, position, count = start + moved, position + moved, count - moved
         if meter is not None:
             meter.add(moved)
@@ -244,17 +208,3 @@ def _same_file(first: Path, second: Path) -> bool:
         return os.path.samefile(first, second)
     except OSError:
         return False
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename durable; file systems that cannot are left alone."""
-    try:
-        fd = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(fd)
-    except OSError:
-        pass
-    finally:
-        os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from skippy.engine import EngineOptions
 from skippy.engine.llama import LlamaEngine
 from skippy.models import GGUFError, GGUFHeader, cut_adapter, ensure_slice
 from tests.engine.chains import Chain, bits
+from tests.support.splitting import split_model
 from tests.support.tiny_models import write_tiny
 
 TOKENS = [[3, 141, 59, 26, 200, 7], [7, 91, 12, 250]]
@@ -21,7 +23,13 @@ MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "
 
 
 def write_adapter(
-    path: Path, model: Path, names: Iterable[str], *, rank: int = 4, **metadata: object
+    path: Path,
+    model: Path,
+    names: Iterable[str],
+    *,
+    rank: int = 4,
+    kind: Any = np.float16,
+    **metadata: object,
 ) -> Path:
     """A random adapter for matrices of a model; ``metadata`` replaces what is said about it."""
     header = GGUFHeader.read(model)
@@ -35,7 +43,7 @@ def write_adapter(
     for name in names:
         width, height = header.tensors[name].dims
         out.add_tensor(f"{name}.lora_a", generator.normal(0, 0.1, (rank, width)).astype(np.float32))
-        out.add_tensor(f"{name}.lora_b", generator.normal(0, 0.1, (height, rank)).astype(np.float16))
+        out.add_tensor(f"{name}.lora_b", generator.normal(0, 0.1, (height, rank)).astype(kind))
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -43,23 +51,19 @@ def write_adapter(
     return path
 
 
-def computed(
-    model: Path, edges: Iterable[int], adapter: Path | None, cache: Path, scale: float = 1.0
-) -> list[bytes]:
+def computed(model: Path, edges: Iterable[int], cache: Path, *adapters: tuple[Path, float]) -> list[bytes]:
+    """What a chain cut at ``edges`` computes with these adapters, each with a scale."""
     stages = []
     for start, end in itertools.pairwise(edges):
         part = ensure_slice(model, start, end, cache_dir=cache)
-        options = EngineOptions(context_length=64, max_sequences=1, n_threads=1, n_threads_batch=1)
-        if adapter is not None:
-            own = cut_adapter(adapter, scale, part, cache_dir=cache)
-            if own.path is not None:
-                options = EngineOptions(
-                    context_length=64,
-                    max_sequences=1,
-                    n_threads=1,
-                    n_threads_batch=1,
-                    adapter=(own.path, own.scale),
-                )
+        own = [cut_adapter(path, scale, part, cache_dir=cache) for path, scale in adapters]
+        options = EngineOptions(
+            context_length=64,
+            max_sequences=1,
+            n_threads=1,
+            n_threads_batch=1,
+            adapters=tuple((adapter.path, adapter.scale) for adapter in own if adapter.path is not None),
+        )
         stages.append(LlamaEngine.load(part, options))
     try:
         return bits(Chain(stages).run(TOKENS, 4))
@@ -78,11 +82,38 @@ def test_a_chain_is_exact(arch: str, weights: str, tmp_path: Path) -> None:
     if not tied:
         names.append("output.weight")
     adapter = write_adapter(tmp_path / "lora.gguf", model, names)
-    whole = computed(model, (0, 4), adapter, tmp_path / "c")
-    assert computed(model, (0, 2, 3, 4), adapter, tmp_path / "c") == whole
-    assert computed(model, (0, 1, 4), adapter, tmp_path / "c") == whole
-    assert whole != computed(model, (0, 4), None, tmp_path / "c")
-    assert whole != computed(model, (0, 4), adapter, tmp_path / "c", scale=0.5)
+    cache = tmp_path / "c"
+    whole = computed(model, (0, 4), cache, (adapter, 1.0))
+    assert computed(model, (0, 2, 3, 4), cache, (adapter, 1.0)) == whole
+    assert computed(model, (0, 1, 4), cache, (adapter, 1.0)) == whole
+    assert whole != computed(model, (0, 4), cache)
+    assert whole != computed(model, (0, 4), cache, (adapter, 0.5))
+
+
+def test_a_chain_with_two_adapters_is_exact(tmp_path: Path) -> None:
+    """Also where they change the same matrices, and where a slice has to do with one of them only."""
+    model, cache = write_tiny(tmp_path / "m.gguf", "llama", 4, weights="Q8_0"), tmp_path / "c"
+    pair = [
+        (_of_layers(tmp_path / "first.gguf", model, (0, 1, 3), rank=4), 1.0),
+        (_of_layers(tmp_path / "second.gguf", model, (1, 2, 3), rank=6), -0.5),
+    ]
+    whole = computed(model, (0, 4), cache, *pair)
+    assert computed(model, (0, 1, 2, 4), cache, *pair) == whole
+    assert computed(model, (0, 3, 4), cache, *pair) == whole
+    for other in (pair[:1], pair[1:], [pair[0], (pair[1][0], 0.5)]):
+        assert computed(model, (0, 4), cache, *other) != whole
+
+
+def _of_layers(path: Path, model: Path, layers: Iterable[int], rank: int) -> Path:
+    names = [f"blk.{layer}.{name}.weight" for layer in layers for name in MATRICES]
+    return write_adapter(path, model, names, rank=rank)
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    model, cache = write_tiny(tmp_path / "m.gguf", "llama", 4), tmp_path / "c"
+    adapter = _of_layers(tmp_path / "lora.gguf", model, (0, 3), rank=4)
+    first = split_model(model, tmp_path)[0]
+    assert computed(first, (0, 4), cache, (adapter, 1.0)) == computed(model, (0, 2, 4), cache, (adapter, 1.0))
 
 
 def _windowed(tmp_path: Path) -> Path:
@@ -129,5 +160,10 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
     refused(write_adapter(path, wide, ["blk.2.ffn_up.weight"]), "the model has 2 layers")
     refused(write_adapter(path, wide, names), r"the pair for 'blk\.1\.ffn_up\.weight' is \[128, 4\]")
     refused(write_adapter(path, model, ["token_embd.weight"]), "changes 'token_embd.weight'; only matrices")
+    refused(write_adapter(path, model, []), "is an adapter without any tensors")
+    refused(
+        write_adapter(path, model, names, kind=np.int32), "lora_b' is of type I32; F32, F16, BF16, Q8_0 are"
+    )
+    write_adapter(path, model, names)
     path.write_bytes(path.read_bytes()[:-100])
     refused(path, "truncated")

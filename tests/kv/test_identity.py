@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import skippy
-from skippy.config import KvCacheConfig, PeerConfig, SelectedDevice, StageConfig
+from skippy.config import KvCacheConfig, LoraAdapter, PeerConfig, SelectedDevice, StageConfig
 from skippy.kv import identity
 from skippy.kv.identity import CHANGES_NOTHING, CHANGES_NUMBERS, instruction_sets, stage_identity
 from tests.test_config import STAGE, read
@@ -55,6 +55,7 @@ OTHER: dict[str, Any] = {
     "kv_unified": True,
     "swa_full": True,
     "kv_cache": KvCacheConfig(),
+    "lora_adapters": (LoraAdapter(path="x"),),
     "native_mtp_enabled": True,
 }
 

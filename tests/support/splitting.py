@@ -6,9 +6,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-from skippy.models import GGUFHeader, Metadata, SlicePlan, ValueType
-from skippy.models.layers import Picks
-from skippy.models.plan import PlannedTensor
+from skippy.models import GGUFHeader, Metadata, ValueType
+from skippy.models.layout import FilePlan, copied
 from skippy.models.slicer import write_plan
 
 
@@ -26,9 +25,7 @@ def write_gguf(
     path: Path, source: GGUFHeader, metadata: tuple[Metadata | bytes, ...], names: list[str]
 ) -> Path:
     """A file with these entries, and these tensors of ``source``."""
-    tensors = [source.tensors[name] for name in names]
-    planned = tuple(PlannedTensor(t.name, t.dims, t.type, t.nbytes, t) for t in tensors)
-    write_plan(SlicePlan(source, 0, 1, 1, Picks((), (0,), ()), (), (), metadata, planned), path)
+    write_plan(FilePlan(source, metadata, tuple(copied(source.tensors[name], name) for name in names)), path)
     return path
 
 

@@ -1,9 +1,10 @@
-"""A LoRA adapter on a loaded model: added to what its matrices give, at every decode."""
+"""LoRA adapters on a loaded model: added to what its matrices give, at every decode."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ def load_adapter(model: int, path: Path) -> Any:
     return adapter
 
 
-def set_adapter(context: int, adapter: Any, scale: float) -> None:
-    """Let a context compute with an adapter. Raises ModelLoadError where it cannot."""
-    adapters = (api.llama_adapter_lora_p_ctypes * 1)(adapter)
-    if api.llama_set_adapters_lora(context, adapters, 1, (ctypes.c_float * 1)(scale)):
-        raise ModelLoadError("llama.cpp cannot compute with this adapter")
+def set_adapters(context: int, adapters: Sequence[Any], scales: Sequence[float]) -> None:
+    """Let a context compute with these adapters and no others. Raises ModelLoadError where it cannot.
+
+    Two that change the same matrix are added in the reverse of this order; of three or more llama.cpp's order
+    depends on where they are in memory.
+    """
+    count = len(adapters)
+    pointers = (api.llama_adapter_lora_p_ctypes * count)(*adapters)
+    if api.llama_set_adapters_lora(context, pointers, count, (ctypes.c_float * count)(*scales)):
+        raise ModelLoadError("llama.cpp cannot compute with these adapters")

@@ -39,7 +39,7 @@ from skippy.engine.tap import Tap, create_tap
 from skippy.models import SliceInfo
 from skippy.protocol.messages import SamplingConfig
 
-from .adapter import load_adapter, set_adapter
+from .adapter import load_adapter, set_adapters
 from .batch import NativeBatch
 from .boundary import BoundaryRows, InputRows, tap_points
 from .description import describe, has_vocabulary, position_sections, row_order
@@ -113,11 +113,11 @@ class LlamaEngine(StageEngine):
                 raise ModelLoadError(f"{slice_info.path} names no boundary node")
             points = tap_points(slice_info)
             tap = create_tap(ggml_functions(), points, options.tap) if points else None
-            # llama.cpp frees an adapter with its model, and wants to know of it before there is a context.
-            adapter = None if options.adapter is None else load_adapter(model, options.adapter[0])
+            # llama.cpp frees adapters with their model, and wants to know of them before there is a context.
+            adapters = [load_adapter(model, path) for path, _ in options.adapters]
             context = create_context(model, slice_info, options, tap)
-            if options.adapter is not None:
-                set_adapter(context, adapter, options.adapter[1])
+            if adapters:
+                set_adapters(context, adapters, [scale for _, scale in options.adapters])
             return cls(model, context, slice_info, options, tap)
         except BaseException:
             if context:

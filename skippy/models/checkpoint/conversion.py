@@ -16,7 +16,8 @@ from gguf import GGUFValueType
 from skippy.config.quantization import PRESERVE, check_imatrix
 from skippy.models.errors import CheckpointError
 from skippy.models.gguf import TensorInfo
-from skippy.models.slicer import Progress, file_sha256
+from skippy.models.slicer import file_sha256
+from skippy.models.store import Progress
 
 from .folder import Checkpoint, Reader
 from .imatrix import ImportanceMatrix

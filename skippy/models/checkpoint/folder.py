@@ -13,6 +13,7 @@ import attrs
 
 from skippy.models.errors import CheckpointError, show
 from skippy.models.manifest import MANIFEST
+from skippy.models.reading import Sources
 
 from .safetensors import StoredTensor, read_header
 from .texts import MAX_CONFIG, MAX_INDEX, MAX_TOKENIZER, read_bytes, read_object
@@ -134,18 +135,8 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-class Reader:
-    """Reads ranges of tensors; each file is opened when the first byte of it is needed."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+class Reader(Sources):
+    """Reads ranges of tensors."""
 
     def read(self, tensor: StoredTensor, start: int, count: int) -> bytes:
         """``count`` bytes of a tensor from byte ``start`` on.
@@ -154,13 +145,11 @@ class Reader:
             GGUFError: the file is gone or not what it was when its header was read.
             CheckpointError: it cannot be read, or ends early.
         """
-        path = tensor.file.path
-        if path not in self._open:
-            self._open[path] = tensor.file.open()
+        source = self.descriptor(tensor.file)
         try:
-            data = os.pread(self._open[path], count, tensor.offset + start)
+            data = os.pread(source, count, tensor.offset + start)
             while data and len(data) < count:  # Linux reads at most 2 GiB at once
-                more = os.pread(self._open[path], count - len(data), tensor.offset + start + len(data))
+                more = os.pread(source, count - len(data), tensor.offset + start + len(data))
                 if not more:
                     break
                 data += more
