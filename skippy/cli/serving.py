@@ -8,13 +8,14 @@ import io
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 import trio
 
 from skippy import embed
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology
+from skippy.models import Progress
 from skippy.telemetry import STDERR_VARIABLE, Level, Telemetry, configure_logging
 
 from .progress import SliceProgress
@@ -71,13 +72,7 @@ def serve_one(
         outage: as for :func:`skippy.embed.open_openai`.
         kill_secs: how long it is until somebody kills this process, as far as that is known by now.
     """
-    # A native crash says where Python was; the supervisor keeps the last lines of its stages.
-    with contextlib.suppress(io.UnsupportedOperation):  # a host's stderr may be no file
-        faulthandler.enable(all_threads=False)
-    level = Level.parse(options.telemetry_level)
-    configure_logging(debug=level is Level.DEBUG or STDERR_VARIABLE in os.environ)
-    context = {"run_id": config.run_id, "stage_id": config.stage_id}
-    telemetry = Telemetry.from_environment(level, capacity=options.telemetry_queue_capacity, context=context)
+    telemetry = _start_reporting(config, options)
     stage: embed.Stage | None = None
     stop_by = math.inf
 
@@ -87,20 +82,14 @@ def serve_one(
     async def serve() -> None:
         nonlocal stage, stop_by
         async with contextlib.AsyncExitStack() as stack:
-            with SliceProgress(f"layers {config.layer_start}:{config.layer_end}") as progress:
-
-                def report(what: str, done: int, total: int) -> None:
-                    progress(what, done, total)
-                    if what == "load":
-                        announce.loading(done, total)
-
+            with _slice_progress(config, announce) as progress:
                 opened = embed.open_stage(
                     config,
                     topology,
                     options,
                     listen_socket=stage_socket,
                     telemetry=telemetry,
-                    progress=report,
+                    progress=progress,
                     ending_secs=ending_secs,
                 )
                 stage = await stack.enter_async_context(opened)
@@ -115,28 +104,64 @@ def serve_one(
                     outage=outage,
                 )
                 endpoint = await stack.enter_async_context(opened_endpoint)
-            announce.listening(stage, None if endpoint is None else endpoint.url)
-            # Leaving the blocks is what ends them: the endpoint's lets requests finish.
-            stop.in_order()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_announce_ready, endpoint, announce)
-                nursery.start_soon(_announce_served, stage, announce)
+            async with _announced(stage, endpoint, announce):
+                # Leaving the blocks is what ends them: the endpoint's lets requests finish.
+                stop.in_order()
                 await stop.requested.wait()
                 stop_by = trio.current_time() + grace_secs
-                nursery.cancel_scope.cancel()
 
-    async def main() -> None:
-        # Telemetry outlives the stage, so that what happens while it stops is recorded too.
-        async with trio.open_nursery() as nursery:
-            await nursery.start(telemetry.serve)
-            await nursery.start(
-                answer_statistics_signal,
-                lambda: announce.statistics(stage_statistics(config.stage_id, stage)),
-            )
-            await stop.run(serve)
-            nursery.cancel_scope.cancel()
+    def tell_statistics() -> None:
+        announce.statistics(stage_statistics(config.stage_id, stage))
 
-    trio.run(main)
+    trio.run(_run, serve, stop, telemetry, tell_statistics)
+
+
+async def _run(
+    serve: Callable[[], Awaitable[None]], stop: Stop, telemetry: Telemetry, on_signal: Callable[[], None]
+) -> None:
+    # Telemetry outlives the stage, so that what happens while it stops is recorded too.
+    async with trio.open_nursery() as nursery:
+        await nursery.start(telemetry.serve)
+        await nursery.start(answer_statistics_signal, on_signal)
+        await stop.run(serve)
+        nursery.cancel_scope.cancel()
+
+
+def _start_reporting(config: StageConfig, options: StageOptions) -> Telemetry:
+    """Logs, crashes and telemetry of this process, whose one stage it is."""
+    # A native crash says where Python was; the supervisor keeps the last lines of its stages.
+    with contextlib.suppress(io.UnsupportedOperation):  # a host's stderr may be no file
+        faulthandler.enable(all_threads=False)
+    level = Level.parse(options.telemetry_level)
+    configure_logging(debug=level is Level.DEBUG or STDERR_VARIABLE in os.environ)
+    context = {"run_id": config.run_id, "stage_id": config.stage_id}
+    return Telemetry.from_environment(level, capacity=options.telemetry_queue_capacity, context=context)
+
+
+@contextlib.contextmanager
+def _slice_progress(config: StageConfig, announce: Announce) -> Iterator[Progress]:
+    """The progress callback of the stage's model part: shown on a terminal, and announced."""
+    with SliceProgress(f"layers {config.layer_start}:{config.layer_end}") as progress:
+
+        def report(what: str, done: int, total: int) -> None:
+            progress(what, done, total)
+            if what == "load":
+                announce.loading(done, total)
+
+        yield report
+
+
+@contextlib.asynccontextmanager
+async def _announced(
+    stage: embed.Stage, endpoint: embed.OpenAIEndpoint | None, announce: Announce
+) -> AsyncIterator[None]:
+    """Tell how far the stage, whose ports are bound, comes while the block goes on."""
+    announce.listening(stage, None if endpoint is None else endpoint.url)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_announce_ready, endpoint, announce)
+        nursery.start_soon(_announce_served, stage, announce)
+        yield
+        nursery.cancel_scope.cancel()
 
 
 async def _announce_ready(endpoint: embed.OpenAIEndpoint | None, announce: Announce) -> None:

@@ -231,10 +231,22 @@ def make_admission(
     identity: ModelIdentity,
 ) -> StageAdmission:
     """The admission of a loaded stage. Raises LocalProtocolError for a model that cannot be described."""
+    ask = functools.partial(_ask, config, topology, info, identity)
+    downstream = stage_zero = None
+    if not info.is_last:
+        downstream = ask(ConnectionRole.LANE, config.stage_index + 1, info.layer_end, info.output_width)
+    elif not info.is_first:
+        stage_zero = ask(ConnectionRole.RETURN, 0, 0, 0)
+    return StageAdmission(
+        loaded=_loaded(config, info, identity), downstream=downstream, stage_zero=stage_zero
+    )
+
+
+def _loaded(config: StageConfig, info: EngineInfo, identity: ModelIdentity) -> LoadedStage:
     own = describe(identity, config, info, (info.layer_start, info.layer_end))
     assert own is not None, "a stage knows its own tensors"
     own.check()
-    loaded = LoadedStage(
+    return LoadedStage(
         stage_id=config.stage_id,
         stage_index=config.stage_index,
         run_id=config.run_id,
@@ -250,39 +262,41 @@ def make_admission(
         extensions=STAGE_ZERO_EXTENSIONS if info.is_first else LANE_EXTENSIONS,
     )
 
-    def ask(role: ConnectionRole, index: int, start: int, width: int) -> AdmissionRequest:
-        known = {} if topology is None else {s.stage_index: s for s in topology.stages}
-        placement, peers = known.get(index), (config.upstream, config.downstream)
-        peer = next((p for p in peers if p is not None and p.stage_index == index), None)
-        end = None if placement is None else placement.layer_end
-        target_id = peer.stage_id if peer else placement.stage_id if placement else None
-        request = AdmissionRequest(
-            role=role,
-            sender_id=config.stage_id,
-            sender_index=config.stage_index,
-            target_id=target_id,
-            target_index=index,
-            layer_start=start,
-            layer_end=end,
-            run_id=config.run_id,
-            topology_id=config.topology_id,
-            model_id=config.model_id,
-            layer_count=info.layer_count,
-            package_id=identity.package_id,
-            activation_width=width,
-            cache_type_k=config.cache_type_k,
-            cache_type_v=config.cache_type_v,
-            context_length=info.context_length,
-            batch_rows=info.max_batch,
-            extensions=LANE_EXTENSIONS if role is ConnectionRole.LANE else RETURN_EXTENSIONS,
-        )
-        descriptor = None if end is None else describe(identity, config, info, (start, end))
-        return request if descriptor is None else with_descriptor(request, descriptor)
 
-    lane = (
-        None
-        if info.is_last
-        else ask(ConnectionRole.LANE, config.stage_index + 1, info.layer_end, info.output_width)
+def _ask(
+    config: StageConfig,
+    topology: StageTopology | None,
+    info: EngineInfo,
+    identity: ModelIdentity,
+    role: ConnectionRole,
+    index: int,
+    start: int,
+    width: int,
+) -> AdmissionRequest:
+    """What the stage ``index``, whose layers begin at ``start``, is asked, as far as it is known."""
+    known = {} if topology is None else {s.stage_index: s for s in topology.stages}
+    placement, peers = known.get(index), (config.upstream, config.downstream)
+    peer = next((p for p in peers if p is not None and p.stage_index == index), None)
+    end = None if placement is None else placement.layer_end
+    request = AdmissionRequest(
+        role=role,
+        sender_id=config.stage_id,
+        sender_index=config.stage_index,
+        target_id=peer.stage_id if peer else placement.stage_id if placement else None,
+        target_index=index,
+        layer_start=start,
+        layer_end=end,
+        run_id=config.run_id,
+        topology_id=config.topology_id,
+        model_id=config.model_id,
+        layer_count=info.layer_count,
+        package_id=identity.package_id,
+        activation_width=width,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        context_length=info.context_length,
+        batch_rows=info.max_batch,
+        extensions=LANE_EXTENSIONS if role is ConnectionRole.LANE else RETURN_EXTENSIONS,
     )
-    returns = ask(ConnectionRole.RETURN, 0, 0, 0) if info.is_last and not info.is_first else None
-    return StageAdmission(loaded=loaded, downstream=lane, stage_zero=returns)
+    descriptor = None if end is None else describe(identity, config, info, (start, end))
+    return request if descriptor is None else with_descriptor(request, descriptor)

@@ -20,6 +20,10 @@ ATTEMPT_SECS = 2.0
 """Longest one attempt to connect may take."""
 ANSWER_SECS = 20.0
 """Longest a stage that is ready may take to answer a request for admission, unless said otherwise."""
+SILENT = (
+    "it accepted the connection and is silent: it still loads, waits for the stage after it, asks for a link "
+    "token, or speaks TLS or WebSocket"
+)
 RETRY_PAUSE_SECS = 0.1
 MAX_RETRY_PAUSE_SECS = 1.0
 
@@ -109,10 +113,7 @@ async def dial_admitted(
             try:
                 with trio.fail_after(ATTEMPT_SECS):
                     link = await transport.connect(endpoint, source_host=source_host)
-                reason = (
-                    "it accepted the connection and is silent: it still loads, waits for the stage after it, "
-                    "asks for a link token, or speaks TLS or WebSocket"
-                )
+                reason = SILENT
                 watch.waits(endpoint, reason)
                 extensions = await _become_ready(link, token, asked, answer_secs)
                 watch.succeeded()
@@ -125,12 +126,8 @@ async def dial_admitted(
                 if allow_plain:
                     asked = None
                     continue
-            except trio.TooSlowError:
-                reason = f"no answer within {ATTEMPT_SECS:g} s"
-            except (OSError, LinkClosed) as exc:
-                reason = _text(exc)
-            except ProtocolError as exc:
-                reason = f"its handshake failed: {exc}"
+            except (trio.TooSlowError, OSError, LinkClosed, ProtocolError) as exc:
+                reason = _why(exc)
             if not retry:
                 break
             watch.failed(endpoint, reason)
@@ -189,7 +186,12 @@ async def _shake_hands(
         raise
 
 
-def _text(exc: BaseException) -> str:
+def _why(exc: Exception) -> str:
+    """Why an attempt has failed."""
+    if isinstance(exc, trio.TooSlowError):
+        return f"no answer within {ATTEMPT_SECS:g} s"
+    if isinstance(exc, ProtocolError):
+        return f"its handshake failed: {exc}"
     if isinstance(exc, OSError) and exc.strerror:
         return exc.strerror.lower()
     return str(exc)

@@ -140,29 +140,39 @@ async def open_stage(
             config, topology, options, scheduler, links, telemetry, identity, cache, grammars
         )
         stage = Stage(context, listener.endpoint, _tokenizer(context, identity), topology)
-        telemetry.emit(
-            names.STAGE_BINARY_SERVER_START,
-            stage_id=config.stage_id,
-            bind_addr=str(listener.endpoint),
-            layer_start=config.layer_start,
-            layer_end=config.layer_end,
-        )
-        nursery = await stack.enter_async_context(open_hidden_nursery())
-        # Connections outlive a cancelled block by what it still does: the endpoint in it ends its
-        # requests with a word about the shutdown, not about a lost stage.
-        scope = trio.CancelScope(shield=True)
+        async with _serving(context, listener):
+            yield stage
 
-        async def serve() -> None:
-            with scope:
-                async with trio.open_nursery() as services:
-                    services.start_soon(context.liveness.run)
-                    services.start_soon(serve_listener, context, listener)
-                    if options.warm_preconnect and context.downstream is not None:
-                        services.start_soon(context.warm.serve, context.dial_downstream, context.liveness)
 
+@contextlib.asynccontextmanager
+async def _serving(context: StageContext, listener: Listener) -> AsyncIterator[None]:
+    """Connections for the length of the block.
+
+    They outlive a cancelled block by what it still does: the endpoint in it ends its requests with a word
+    about the shutdown, not about a lost stage.
+    """
+    config = context.config
+    context.telemetry.emit(
+        names.STAGE_BINARY_SERVER_START,
+        stage_id=config.stage_id,
+        bind_addr=str(listener.endpoint),
+        layer_start=config.layer_start,
+        layer_end=config.layer_end,
+    )
+    scope = trio.CancelScope(shield=True)
+
+    async def serve() -> None:
+        with scope:
+            async with trio.open_nursery() as services:
+                services.start_soon(context.liveness.run)
+                services.start_soon(serve_listener, context, listener)
+                if context.options.warm_preconnect and context.downstream is not None:
+                    services.start_soon(context.warm.serve, context.dial_downstream, context.liveness)
+
+    async with open_hidden_nursery() as nursery:
         nursery.start_soon(serve)
         try:
-            yield stage
+            yield
         finally:
             scope.cancel()
 

@@ -110,23 +110,11 @@ async def _serve(
     if context.token is not None:
         on_admitted()  # before the wait for the stages below
     async with trio.open_nursery() as nursery:
-
-        async def open_lane() -> Lane:
-            lane = Lane(context, replies)
-            await nursery.start(lane.run)
-            nursery.start_soon(_end_with_lane, lane)
-            return lane
-
         # Ready is a promise about the whole chain below, so the chain comes first. Stage 0 cannot do so:
         # what connects to it may be a return stream, which needs no chain.
         lane = None
         if context.stage_index > 0:
-            try:
-                lane = await open_lane()
-            except DownstreamRefused as exc:
-                if plain_too:
-                    raise  # a plain peer would take the ready word as the promise that it is
-                handshake.refuse("downstream", "stages below that admit each other", str(exc))
+            lane = await _open_chain(context, replies, nursery, handshake)
         if lane is not None and plain_too:
             on_admitted()  # before the wait for a frame that may come much later
         await _admit(context, link, handshake)
@@ -134,14 +122,7 @@ async def _serve(
         heartbeats = LIVENESS_EXTENSION in handshake.extensions
         if heartbeats:
             replies.writer.accept_secs = min(FRAME_SECS, context.liveness.timeout_secs)
-        decoder = MessageDecoder(
-            context.info.input_width,
-            max_activation_bytes=context.max_activation_bytes,
-            max_state_import_bytes=0,
-            allocate=memory.allocate,
-            heartbeats=heartbeats,
-        )
-        decoder.receive_data(handshake.trailing_data)
+        decoder = _decoder_after(handshake, context, memory)
         nursery.start_soon(replies.writer.run)
         watch = functools.partial(context.liveness.watch, link, writer=replies.writer, agreed=heartbeats)
         context.telemetry.emit(
@@ -151,24 +132,15 @@ async def _serve(
             on_admitted()
         with watch(decoder, memory=memory) as pulse:
             # A lane may stay idle for as long as it likes; a return stream says at once whose it is.
-            with trio.move_on_after(HANDSHAKE_SECS if lane is None else math.inf) as scope:
-                first = await receive_message(link, decoder, memory)
-            if scope.cancelled_caught:
-                raise LinkClosed(f"{link.peer} sent no message within {HANDSHAKE_SECS:g} s")
-            if first is not None:
-                _check_role(link, handshake, first)
+            patience = HANDSHAKE_SECS if lane is None else math.inf
+            first = await _receive_first(link, handshake, decoder, memory, patience)
             on_admitted()
             pulse.reading = False
             returns = lane is None and first is not None and first.kind is MessageKind.PREDICTION_RETURN_OPEN
             if first is not None and not returns:
                 nursery.start_soon(_write_replies, context, replies)
-                lane = lane or await open_lane()
-                if handshake.request is None:
-                    lane.meet_plain_peer()
-                if RESTORE_EXTENSION not in handshake.extensions:
-                    lane.meet_whole_restores()
-                if WAVES_EXTENSION in handshake.extensions:
-                    lane.meet_waves()
+                lane = lane or await _open_lane(context, replies, nursery)
+                _meet_peer(lane, handshake)
                 await _execute(context, link, lane, decoder, first, memory, replies, pulse)
         if first is not None and returns:
             await context.hub.serve(
@@ -181,6 +153,27 @@ async def _serve(
                 plain=handshake.request is None,
             )
         nursery.cancel_scope.cancel()
+
+
+async def _open_lane(context: StageContext, replies: _ReplyChannel, nursery: trio.Nursery) -> Lane:
+    """A lane that is run in ``nursery``, and ends it."""
+    lane = Lane(context, replies)
+    await nursery.start(lane.run)
+    nursery.start_soon(_end_with_lane, lane)
+    return lane
+
+
+async def _open_chain(
+    context: StageContext, replies: _ReplyChannel, nursery: trio.Nursery, handshake: ListenerHandshake
+) -> Lane | None:
+    """A lane through all stages below; None where they do not admit each other, which the peer is told."""
+    try:
+        return await _open_lane(context, replies, nursery)
+    except DownstreamRefused as exc:
+        if context.options.allow_plain_generation_8:
+            raise  # a plain peer would take the ready word as the promise that it is
+        handshake.refuse("downstream", "stages below that admit each other", str(exc))
+        return None
 
 
 async def _authenticate(context: StageContext, link: Link, handshake: ListenerHandshake) -> None:
@@ -229,14 +222,51 @@ async def _receive(context: StageContext, link: Link, handshake: ListenerHandsha
         raise RemoteProtocolError(f"{link.peer}: {exc}") from exc
 
 
-def _check_role(link: Link, handshake: ListenerHandshake, first: Message) -> None:
-    """The first message must be of the role that the peer was admitted in."""
+def _decoder_after(
+    handshake: ListenerHandshake, context: StageContext, memory: FrameMemory
+) -> MessageDecoder:
+    """What reads the messages behind the handshake, the first of which may have come with it."""
+    decoder = MessageDecoder(
+        context.info.input_width,
+        max_activation_bytes=context.max_activation_bytes,
+        max_state_import_bytes=0,
+        allocate=memory.allocate,
+        heartbeats=LIVENESS_EXTENSION in handshake.extensions,
+    )
+    decoder.receive_data(handshake.trailing_data)
+    return decoder
+
+
+async def _receive_first(
+    link: Link, handshake: ListenerHandshake, decoder: MessageDecoder, memory: FrameMemory, patience: float
+) -> Message | None:
+    """The first message, which must be of the role that the peer was admitted in; None at the end of stream.
+
+    Raises LinkClosed if there is none within ``patience`` seconds, RemoteProtocolError if it is of another.
+    """
+    with trio.move_on_after(patience) as scope:
+        first = await receive_message(link, decoder, memory)
+    if scope.cancelled_caught:
+        raise LinkClosed(f"{link.peer} sent no message within {patience:g} s")
     request = handshake.request
+    if first is None or request is None:
+        return first
     opens = first.kind is MessageKind.PREDICTION_RETURN_OPEN
-    if request is not None and opens is not (request.role is ConnectionRole.RETURN):
+    if opens is not (request.role is ConnectionRole.RETURN):
         raise RemoteProtocolError(
             f"{link.peer} was admitted in the role {request.role.value!r}, but starts with {first.kind.name}"
         )
+    return first
+
+
+def _meet_peer(lane: Lane, handshake: ListenerHandshake) -> None:
+    """Tell the lane what the peer upstream of it can do."""
+    if handshake.request is None:
+        lane.meet_plain_peer()
+    if RESTORE_EXTENSION not in handshake.extensions:
+        lane.meet_whole_restores()
+    if WAVES_EXTENSION in handshake.extensions:
+        lane.meet_waves()
 
 
 async def _end_with_lane(lane: Lane) -> None:
@@ -259,9 +289,6 @@ async def _execute(
 
     An end of stream while a request is live drops what was read ahead and raises LinkClosed.
     """
-    frames = context.options.max_inflight
-    if context.max_activation_bytes:
-        frames = max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
     unhandled = 1
     pulse.live = first.kind is not MessageKind.STOP
 
@@ -307,7 +334,15 @@ async def _execute(
         memory.release(len(message.activation))
         return True
 
-    await take_turns(read, handle, first=first, ahead=frames, handle_now=handle_now)
+    await take_turns(read, handle, first=first, ahead=_frames_ahead(context), handle_now=handle_now)
+
+
+def _frames_ahead(context: StageContext) -> int:
+    """How many frames of a lane may be received and not yet executed."""
+    frames = context.options.max_inflight
+    if not context.max_activation_bytes:
+        return frames
+    return max(1, min(frames, MAX_QUEUED_BYTES // context.max_activation_bytes))
 
 
 class _ReplyChannel:
