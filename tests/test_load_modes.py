@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -13,11 +14,22 @@ import trio
 
 from skippy import embed
 from skippy.cli.demo import DemoOptions, prepare
-from skippy.models import PackageError, ensure_slice, write_package
+from skippy.models import (
+    CheckpointError,
+    GGUFError,
+    GGUFHeader,
+    PackageError,
+    check_source,
+    ensure_slice,
+    file_sha256,
+    write_package,
+)
 from tests.cli.support import run_cli
 from tests.support.chain_answer import chain_answer
+from tests.support.checkpoints import write_checkpoint
 from tests.support.cluster import toy_config
 from tests.support.hub import Hub, serving
+from tests.support.splitting import split_model
 from tests.support.tiny_models import write_tiny
 
 ENDPOINTS = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
@@ -152,3 +164,50 @@ def test_the_package_command(model: Path, tmp_path: Path, capsys: pytest.Capture
     assert Path(part.out.strip()).read_bytes() == ensure_slice(model, 2, 4).path.read_bytes()
     refused = run_cli(capsys, "slice", out, "--layers", "2:4", "--out", tmp_path / "x.gguf")
     assert (refused.code, refused.err[:14]) == (2, "error: --out: ")
+
+
+async def test_the_model_that_is_meant(model: Path, tmp_path: Path) -> None:
+    """``package_ref`` instead of ``model_path``; digest and size of the whole model, however it is loaded."""
+    package = write_package(model, tmp_path / "package").folder
+    slices = [str(ensure_slice(model, start, end).path) for start, end in RANGES]
+    digest, size = file_sha256(model), GGUFHeader.read(model).file_size
+    right: dict[str, Any] = {"source_model_sha256": digest.upper()}
+    sources: list[dict[str, Any]] = [
+        {
+            "load_mode": "layer-package",
+            "model_path": None,
+            "package_ref": str(package),
+            "source_model_bytes": size,
+        },
+        {"load_mode": "runtime-slice", "model_path": str(model), "source_model_bytes": size},
+        {"load_mode": "artifact-slice", "model_path": slices[2], "filter_tensors_on_load": True},
+    ]
+    with trio.fail_after(60):
+        expected = await answer([(0, 6)], [("runtime-slice", model)])
+        assert await chain_answer(RANGES, [source | right for source in sources]) == expected
+        for source in sources:
+            with pytest.raises(GGUFError, match=f"another model: that has SHA-256 {digest}, source_model_s"):
+                await chain_answer([(0, 6)], [source | {"source_model_sha256": "0" * 64}])
+        wrong = f"is of a model of {size} bytes, source_model_bytes is {size + 1}"
+        for source, words in zip(sources, (wrong, wrong, "does not say how large its model is"), strict=True):
+            with pytest.raises(GGUFError, match=words):
+                await chain_answer([(0, 6)], [source | {"source_model_bytes": size + 1}])
+
+
+def test_a_checkpoint_is_no_file_with_a_digest(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny", "qwen3", layers=2, width=64, feed_forward=128)
+    with pytest.raises(CheckpointError, match="is a checkpoint, and source_model_sha256 and"):
+        check_source(folder, "0" * 64, None)
+
+
+def test_a_model_in_several_files_has_one_digest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = split_model(model, tmp_path)
+    digest = hashlib.sha256(
+        b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
+    ).hexdigest()
+    package = write_package(files[0], tmp_path / "package").folder
+    for path in (files[0], package, ensure_slice(files[0], 0, 2).path):
+        check_source(path, digest, None)
+    check_source(package, None, sum(file.stat().st_size for file in files))

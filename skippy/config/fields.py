@@ -23,18 +23,23 @@ def unavailable(default: Any, feature: str) -> Any:
 
     ``feature`` completes the sentence "<feature> not available yet".
     """
-    return attrs.field(default=default, metadata={UNAVAILABLE: feature})
+    return meaningless(default, f"{feature} not available yet")
+
+
+def meaningless(default: Any, reason: str) -> Any:
+    """A key that there is nothing to do for: only ``default`` or null is accepted, because of ``reason``."""
+    return attrs.field(default=default, metadata={UNAVAILABLE: reason})
 
 
 def refuse_unavailable(value: Any) -> None:
     """Raise ConfigError if an unavailable key of ``value`` is not at its off value."""
     for field in attrs.fields(type(value)):
-        feature = field.metadata.get(UNAVAILABLE)
+        reason = field.metadata.get(UNAVAILABLE)
         given = getattr(value, field.name)
-        if feature is None or given is None or given == field.default:
+        if reason is None or given is None or given == field.default:
             continue
         off = "null" if field.default is None else _json_word(field.default)
-        raise ConfigError(f"{field.name}: {feature} not available yet; leave the key out or set it to {off}")
+        raise ConfigError(f"{field.name}: {reason}; leave the key out or set it to {off}")
 
 
 def _json_word(value: Any) -> str:

@@ -11,6 +11,7 @@ import attrs
 from .endpoint import Endpoint
 from .fields import (
     key,
+    meaningless,
     refuse_unavailable,
     require,
     require_range,
@@ -206,12 +207,37 @@ class StageConfig:
     manifest_sha256: str | None = key(
         "With `layer-package`: the SHA-256 that `model-package.json` must have; null: any.", default=None
     )
-    package_ref: str | None = unavailable(None, "a package's name apart from model_path is")
-    source_model_path: str | None = unavailable(None, "a source model apart from model_path is")
-    source_model_sha256: str | None = unavailable(None, "checking the source model's digest is")
-    source_model_bytes: int | None = unavailable(None, "checking the source model's size is")
-    materialized_path: str | None = unavailable(None, "naming the materialised slice is")
-    materialized_pinned: bool = unavailable(False, "pinning the materialised slice is")
+    package_ref: str | None = key(
+        "With `layer-package`, instead of `model_path`: the package's folder, or `hf://namespace/repo`.",
+        default=None,
+    )
+    source_model_sha256: str | None = key(
+        "The SHA-256 that the whole model's GGUF file must have; of one in several files, that of their "
+        "digests, 32 bytes each. A slice and a package say which model they were made of. Null: any.",
+        default=None,
+    )
+    source_model_bytes: int | None = key(
+        "The size that the whole model's GGUF files must have together; null: any. A slice does not say.",
+        default=None,
+    )
+    materialized_pinned: bool = key(
+        "Keep the stage's file in the cache. It always is: nothing is ever removed from the cache, so true "
+        "and false mean the same.",
+        default=False,
+    )
+    filter_tensors_on_load: bool = key(
+        "Load no tensors but this stage's. None ever are: the file of a stage has no others, whatever the "
+        "load_mode, so true and false mean the same.",
+        default=False,
+    )
+    source_model_path: str | None = meaningless(
+        None, "nothing is read from a model that is not loaded; model_path names what is"
+    )
+    materialized_path: str | None = meaningless(
+        None,
+        "the cache names files by what is in them, and SKIPPY_CACHE says where it is; load_mode "
+        "artifact-slice loads a stage's file from any path",
+    )
     projector_path: str | None = unavailable(None, "image and audio input is")
     projector_use_gpu: bool | None = unavailable(None, "image and audio input is")
     media_marker: str | None = unavailable(None, "image and audio input is")
@@ -220,7 +246,6 @@ class StageConfig:
     generation_signal_window: int | None = unavailable(None, "the generation signal window is")
     cache_idle_slots: int | None = unavailable(None, "keeping idle sessions cached is")
     glm_dsa_policy: str = unavailable("auto", "choosing the GLM sparse attention policy is")
-    filter_tensors_on_load: bool = unavailable(False, "filtering a prepared file's tensors is")
     resident_tensor_names: tuple[str, ...] = unavailable((), "naming resident tensors is")
     activation_codec: str = unavailable("f32", "packing activations is")
     activation_codec_policy: str = unavailable("fixed", "choosing the activation codec by measurement is")
@@ -229,7 +254,7 @@ class StageConfig:
         require_text(
             self,
             *("run_id", "topology_id", "model_id", "stage_id"),
-            *("model_path", "checkpoint_imatrix"),
+            *("model_path", "package_ref", "checkpoint_imatrix"),
         )
         require_range(self, 0, U32_MAX, "stage_index", "layer_start", "layer_end")
         require_range(self, 1, 2**24, "ctx_size")
@@ -244,11 +269,7 @@ class StageConfig:
         )
         self._check_engine()
         check_load_mode(self.load_mode)
-        require(
-            self.model_path is not None,
-            f"model_path: is missing; load_mode {self.load_mode} needs {LOAD_MODES[self.load_mode]}",
-        )
-        self._check_manifest_digest()
+        self._check_model()
         self._check_checkpoint()
         count = len(self.lora_adapters)
         require(count <= MAX_ADAPTERS, f"lora_adapters: has {count} entries, at most {MAX_ADAPTERS} are used")
@@ -274,15 +295,23 @@ class StageConfig:
             f'cache_type_v: "{self.cache_type_v}" needs flash_attn_type auto or enabled',
         )
 
-    def _check_manifest_digest(self) -> None:
-        digest = self.manifest_sha256
-        if digest is None:
-            return
+    def _check_model(self) -> None:
+        """What is loaded, and what it has to be."""
+        for name in ("package_ref", "manifest_sha256"):
+            require(
+                getattr(self, name) is None or self.load_mode == "layer-package",
+                f"{name}: has no effect with load_mode {self.load_mode}; leave it out",
+            )
         require(
-            self.load_mode == "layer-package",
-            f"manifest_sha256: has no effect with load_mode {self.load_mode}; leave it out",
+            self.model_path is not None or self.package_ref is not None,
+            f"model_path: is missing; load_mode {self.load_mode} needs {LOAD_MODES[self.load_mode]}",
         )
-        require_sha256(self, "manifest_sha256")
+        require(
+            None in (self.model_path, self.package_ref) or self.model_path == self.package_ref,
+            "package_ref: names another package than model_path; leave one of them out",
+        )
+        require_sha256(self, "manifest_sha256", "source_model_sha256")
+        require_range(self, 1, 2**63 - 1, "source_model_bytes")
 
     def _check_checkpoint(self) -> None:
         check_imatrix(parse_quantization(self.checkpoint_quantization or PRESERVE), self.checkpoint_imatrix)
@@ -330,6 +359,11 @@ class StageConfig:
             require(
                 peer.stage_id != self.stage_id, f"{name}.stage_id: is this stage's own id {self.stage_id!r}"
             )
+
+    @property
+    def model(self) -> str:
+        """Where the model is: a path, or a reference to a hub."""
+        return self.model_path or self.package_ref or ""  # one of them is there
 
     @property
     def bind_endpoint(self) -> Endpoint:

@@ -15,6 +15,7 @@ from skippy.models import (
     AdapterPart,
     Progress,
     SliceInfo,
+    check_source,
     cut_adapter,
     find_part,
     header_path,
@@ -23,7 +24,6 @@ from skippy.models import (
     read_model,
     weights_sha256,
 )
-from skippy.stage import StageStartError
 from skippy.stage.admission import ModelIdentity, dialled_ranges, identify_model
 from skippy.telemetry import get_logger
 
@@ -52,29 +52,24 @@ async def find_model_part(
         progress: as for :func:`skippy.embed.open_stage`.
         verify: compare the files of a layer package with its manifest.
 
-    Raises ConfigError, ModelError, StageStartError. Runs on a worker thread; cancelled, it stops at the next
+    Raises ConfigError, ModelError. Runs on a worker thread; cancelled, it stops at the next
     report of progress and leaves nothing half-written under a final name.
     """
-    if config.model_path is None:
-        raise StageStartError(
-            f"{config.stage_id}: `model_path` is missing; it names the GGUF file or the folder of the model"
-        )
 
     def report(what: str, done: int, total: int) -> None:
         trio.from_thread.check_cancelled()
         if progress is not None:
             progress(what, done, total)
 
-    return await trio.to_thread.run_sync(_find, config, config.model_path, topology, report, verify)
+    return await trio.to_thread.run_sync(_find, config, topology, report, verify)
 
 
-def _find(
-    config: StageConfig, model: str, topology: StageTopology | None, report: Progress, verify: bool
-) -> ModelPart:
+def _find(config: StageConfig, topology: StageTopology | None, report: Progress, verify: bool) -> ModelPart:
     recipe = checkpoint_recipe(
         config.checkpoint_quantization, config.checkpoint_imatrix, config.checkpoint_imatrix_sha256
     )
-    path = local_path(model, (config.layer_start, config.layer_end), report)
+    path = local_path(config.model, (config.layer_start, config.layer_end), report)
+    check_source(path, config.source_model_sha256, config.source_model_bytes, progress=report)
     described = header_path(path, progress=report, recipe=recipe)
     if config.native_mtp_enabled:
         _check_mtp(described)

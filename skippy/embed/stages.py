@@ -44,7 +44,7 @@ async def open_stage(
 
     Args:
         engine_factory: makes the engine, on the engine's own thread; default: llama.cpp on the layers of
-            ``config.model_path``, cut out first if they are not in the cache yet.
+            ``config.model``, cut out first if they are not in the cache yet.
         transport: how stages reach each other; by default as the scheme of each endpoint says.
         listen_socket: an already listening TCP socket to use instead of binding ``config.bind_addr``, whose
             scheme still says what is spoken on it.

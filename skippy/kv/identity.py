@@ -63,7 +63,6 @@ CHANGES_NUMBERS: Final = frozenset(
         "image_max_tokens",
         "activation_codec",
         "activation_codec_policy",
-        "filter_tensors_on_load",
         "resident_tensor_names",
     }
 )
@@ -87,6 +86,7 @@ CHANGES_NOTHING: Final = frozenset(
         "source_model_bytes",
         "materialized_path",
         "materialized_pinned",
+        "filter_tensors_on_load",
         "checkpoint_imatrix",
         "lora_adapters",  # their digests and scales are mixed into the weights'
         # How the same bytes get into memory.

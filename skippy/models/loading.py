@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from skippy.models.cache import ensure_slice
+from skippy.models.cache import ensure_slice, weights_sha256
 from skippy.models.checkpoint import Recipe, is_checkpoint
-from skippy.models.errors import CheckpointError, LayerRangeError, PackageError
+from skippy.models.errors import CheckpointError, GGUFError, LayerRangeError, PackageError
 from skippy.models.hub import fetch, is_reference
 from skippy.models.info import SliceInfo
 from skippy.models.manifest import MANIFEST, Manifest, is_package
@@ -23,6 +23,48 @@ def local_path(model: str, layers: tuple[int, int] | None = None, progress: Prog
         HubError: as :func:`~skippy.models.fetch`.
     """
     return fetch(model, layers, progress) if is_reference(model) else Path(model)
+
+
+def check_source(
+    path: Path, sha256: str | None, size: int | None, *, progress: Progress | None = None
+) -> None:
+    """Whether a file, a slice or a package is, or was made of, the model that is meant.
+
+    Blocks: a whole model is hashed, once for each state of its files; safe from any thread.
+
+    Args:
+        sha256: what :func:`~skippy.models.weights_sha256` must be, in hex; None: anything.
+        size: bytes of the whole model's files together; None: any.
+
+    Raises:
+        GGUFError, PackageError: it is another model, or does not say which.
+        CheckpointError: ``path`` is a checkpoint.
+        SliceWriteError: the cache cannot be written.
+    """
+    if sha256 is None and size is None:
+        return
+    if is_checkpoint(path):
+        raise CheckpointError(
+            path, "is a checkpoint, and source_model_sha256 and source_model_bytes are a GGUF file's"
+        )
+    if is_package(path):
+        manifest = Manifest.read(path)
+        _check_size(path, manifest.source_bytes, size)
+        digest = manifest.source_sha256
+    else:
+        info = SliceInfo.from_file(path)
+        _check_size(path, info.file_bytes if info.source_sha256 is None else None, size)
+        digest = "" if sha256 is None else weights_sha256(info, progress=progress)
+    if sha256 is not None and digest != sha256.lower():
+        raise GGUFError(
+            path, f"is, or is of, another model: that has SHA-256 {digest}, source_model_sha256 is {sha256}"
+        )
+
+
+def _check_size(path: Path, found: int | None, asked: int | None) -> None:
+    if asked is not None and found != asked:
+        words = "does not say how large its model is" if found is None else f"is of a model of {found} bytes"
+        raise GGUFError(path, f"{words}, source_model_bytes is {asked}")
 
 
 def load_mode_of(path: str | os.PathLike[str]) -> str:

@@ -63,6 +63,7 @@ class Manifest:
         activation_width: values per token between layers; None when it does not say.
         source_sha256: of the whole model's file that the package was made of; of one in several files, as
             :func:`~skippy.models.weights_sha256` has it.
+        source_bytes: of that model's files together; None when it does not say.
         metadata, embeddings, output: what stages share.
         layers: one for each layer that is there, by its index.
         projectors: of image or audio input, which is not used.
@@ -74,6 +75,7 @@ class Manifest:
     layer_count: int
     activation_width: int | None
     source_sha256: str
+    source_bytes: int | None
     metadata: Artifact
     embeddings: Artifact
     output: Artifact
@@ -282,6 +284,7 @@ def _manifest(path: Path, sha256: str, fields: _Fields) -> Manifest:
     for key in ("repo", "revision", "primary_file", "canonical_ref", "distribution_id"):
         source.text(key, optional=True)
     shared = fields.child("shared")
+    sha256_of_source, bytes_of_source = _source(source)
     layer_count = fields.number("layer_count", 1, MAX_LAYERS)
     manifest = Manifest(
         path=path,
@@ -289,7 +292,8 @@ def _manifest(path: Path, sha256: str, fields: _Fields) -> Manifest:
         model_id=fields.need("model_id"),
         layer_count=layer_count,
         activation_width=fields.number("activation_width", 1) if fields.has("activation_width") else None,
-        source_sha256=_source_sha256(source),
+        source_sha256=sha256_of_source,
+        source_bytes=bytes_of_source,
         metadata=shared.child("metadata").artifact(),
         embeddings=shared.child("embeddings").artifact(),
         output=shared.child("output").artifact(),
@@ -313,17 +317,21 @@ def _check_abi(fields: _Fields) -> None:
         fields.fail(f"skippy_abi_version is {text}, this version reads {ABI[0]}.0 to {ABI[0]}.{ABI[1]}")
 
 
-def _source_sha256(source: _Fields) -> str:
+def _source(source: _Fields) -> tuple[str, int | None]:
+    """Digest and size of the model that a package was made of."""
     source.need("path")
     primary = source.sha256("sha256")
-    digests = []
-    for file in source.children("files", optional=True):
+    digests: list[str] = []
+    sizes: list[int] = []
+    files = list(source.children("files", optional=True))
+    for file in files:
         file.need("path")
         if file.has("size_bytes"):
-            file.number("size_bytes", 0)
-        digests.append(file.sha256("sha256") if file.has("sha256") else None)
-    known = [digest for digest in digests if digest is not None]
-    return combined_sha256(known) if len(known) == len(digests) > 1 else primary
+            sizes.append(file.number("size_bytes", 0))
+        if file.has("sha256"):
+            digests.append(file.sha256("sha256"))
+    sha256 = combined_sha256(digests) if len(digests) == len(files) > 1 else primary
+    return sha256, sum(sizes) if len(sizes) == len(files) > 0 else None
 
 
 def _layers(fields: _Fields, count: int) -> dict[int, Artifact]:
