@@ -11,7 +11,7 @@ import pytest
 
 from skippy.engine import EngineError, Segment, StageEngine, tap as tap_module
 from skippy.engine.llama import LlamaEngine
-from skippy.engine.llama.native import api
+from skippy.engine.llama.native import api, reported_errors
 from skippy.engine.tap import PythonTap
 from skippy.engine.toy import ToyEngine
 
@@ -61,9 +61,10 @@ def test_the_running_decode_fails(kind: Kind, open_chain: OpenChain, monkeypatch
     given: list[object] = []
     with monkeypatch.context() as patch:
         _while_it_runs(engine, patch, lambda: given.append(_elsewhere(lambda: engine.abort(segments))))
-        with pytest.raises(EngineError, match="aborted"):
+        with pytest.raises(EngineError, match="aborted"), reported_errors() as errors:
             engine.decode(segments)
     assert given[0] is True
+    assert list(errors) == []  # whoever reads the log is not told of an error where a client has left
     assert [engine.length(sequence) for sequence in range(3)] == [len(PROMPT), 3, 0]
     with pytest.raises(ValueError, match="not asked for"):
         engine.logits(0)

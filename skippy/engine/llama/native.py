@@ -49,6 +49,8 @@ _LEVEL_ERROR: Final = 4
 _LEVEL_CONTINUED: Final = 5
 _EXPECTED: Final = ("dummy tokens",)
 """Warnings that every slice without a vocabulary causes, by design."""
+_ABORTED: Final = ("failed with error 1", "failed to decode, ret = 2", "compute status: 1")
+"""Ends of the errors with which a decode that was aborted tells of it: nothing has failed."""
 
 _log = get_logger("skippy.llama")
 _lock = threading.Lock()
@@ -71,7 +73,7 @@ class _LogRouter:
         if self._level not in (_LEVEL_WARN, _LEVEL_ERROR) or text is None:
             return
         message = text.decode(errors="replace").strip()
-        if not message or message == ".":
+        if not message or message == "." or message.endswith(_ABORTED):
             return
         if self._level == _LEVEL_ERROR:
             self.errors.append(message)
