@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .errors import ApiError
 from .schemas import ChatMessage
 from .tools import ReasoningTags
+from .tools.formats import HARMONY_FINAL, HARMONY_TURN
 
 
 def split_beginning(messages: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage], str]:
@@ -39,3 +40,8 @@ def thinks(opening: str, beginning: str, tags: ReasoningTags) -> bool:
     if opening.rstrip().endswith(tags.begin):
         return tags.end not in beginning
     return beginning.rfind(tags.begin) > beginning.rfind(tags.end)
+
+
+def harmony_opening(opening: str, beginning: str) -> str:
+    """The marks of a HARMONY message that the prompt begins; arguments as of :func:`thinks`."""
+    return HARMONY_FINAL if beginning else opening.rpartition(HARMONY_TURN)[2]

@@ -49,7 +49,7 @@ def _function(tool: Tool) -> dict[str, Any]:
 def guarded_message(message: dict[str, Any], guard: Guard) -> dict[str, Any]:
     """A message whose every text that comes from the client is guarded."""
     result = dict(message)
-    for key in ("content", "name", "reasoning_content", "tool_call_id"):
+    for key in ("content", "name", "reasoning_content", "thinking", "tool_call_id"):
         if isinstance(result.get(key), str):
             result[key] = guard.text(result[key])
     if "tool_calls" in message:
@@ -96,6 +96,8 @@ def plain_message(message: ChatMessage) -> dict[str, Any]:
         result["name"] = message.name
     if message.reasoning is not None:
         result["reasoning_content"] = message.reasoning
+        if not message.content:  # gpt-oss's template has another name for it, and room for one of the two
+            result["thinking"] = message.reasoning
     return result
 
 

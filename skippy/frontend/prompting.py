@@ -12,7 +12,7 @@ from skippy.engine import Vocabulary
 from skippy.telemetry import NULL_TELEMETRY, Telemetry, names
 
 from .chat_settings import ChatSettings
-from .continuing import split_beginning, thinks
+from .continuing import harmony_opening, split_beginning, thinks
 from .conversation import (
     guarded_message,
     needs_features,
@@ -113,7 +113,9 @@ class PromptBuilder:
         opening, segments = await self._render(messages, beginning, settings)
         text = self._template_text(settings)
         use, tags = settings.tool_use, text.reasoning
-        tool_format = await self._tool_format(text, settings) if use.tools else None
+        framed = text.format is ToolFormat.HARMONY
+        tool_format = await self._tool_format(text, settings) if use.tools or framed else None
+        opened = harmony_opening(opening, beginning) if framed else ""
         tokens = await self._tokenise(self._encode_segments, segments, "messages")
         if settings.reasoning_format == "deepseek":
             tags = tags or THINK
@@ -126,7 +128,7 @@ class PromptBuilder:
             ):  # whose values have no grammar; such models know this one, too
                 tool_format = ToolFormat.HERMES
             if tool_format is not None:
-                calls = self._call_rules(settings, tool_format, opening + beginning)
+                calls = self._call_rules(settings, tool_format, opened or opening + beginning)
             answer = None if constraint is None else constraint.grammar
             marked = self._marks(tool_format, tags)
             grammar = answer_grammar(calls, answer, reasoning=tags, thinks=in_thought, tokens=marked)
@@ -143,6 +145,7 @@ class PromptBuilder:
             reasoning=tags,
             thinks=in_thought,
             texts={tool.name: tool.texts for tool in use.tools} if tool_format is ToolFormat.CODER else {},
+            opened=opened,
             shown=frozenset(self._marks(tool_format, tags).values()),
         )
         return ChatPrompt(tokens, reading, constraint)
@@ -187,7 +190,10 @@ class PromptBuilder:
         with self._telemetry.span(names.STAGE_OPENAI_CHAT_TEMPLATE, messages=len(messages)) as span:
             rendered = await self._renderer.render(settings.template or self._template, context)
             span["rendered_chars"] = len(rendered)
-        return rendered[-_OPENING:], guard.segments(rendered + guard.text(beginning))
+        opening, text = rendered[-_OPENING:], self._template_text(settings)
+        if beginning and text.format is ToolFormat.HARMONY:
+            rendered += harmony_opening(opening, beginning)
+        return opening, guard.segments(rendered + guard.text(beginning))
 
     def _split(
         self, messages: Sequence[ChatMessage], settings: ChatSettings
@@ -230,7 +236,9 @@ class PromptBuilder:
 
     async def _tool_format(self, text: TemplateText, settings: ChatSettings) -> ToolFormat:
         """How calls are written: as the template's model does, or as it is told where the template is not."""
-        return text.format if (await self.features(settings)).tools else ToolFormat.GENERIC
+        if text.format is ToolFormat.HARMONY or (await self.features(settings)).tools:
+            return text.format
+        return ToolFormat.GENERIC
 
     def _template_text(self, settings: ChatSettings) -> TemplateText:
         return self._text if settings.template is None else TemplateText.of(settings.template)

@@ -12,11 +12,12 @@ from .deltas import (
     ToolCall,
     collect,
 )
-from .formats import THINK, ReasoningTags, ToolFormat, marks, reasoning_tags, tool_format
+from .formats import HARMONY_ANALYSIS, THINK, ReasoningTags, ToolFormat, marks, reasoning_tags, tool_format
 from .parser import OutputParser
 from .reading import AnswerReading
 
 __all__ = [
+    "HARMONY_ANALYSIS",
     "THINK",
     "Answer",
     "AnswerReading",

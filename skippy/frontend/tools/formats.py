@@ -23,6 +23,9 @@ class ToolFormat(enum.Enum):
         parameters that are texts stand as they are, others as JSON. Qwen3-Coder's.
     GENERIC: an answer that is ``{"tool_calls": [{"name": …, "arguments": {…}}, …]}``, such a list alone, or
         one call, perhaps in a fence.
+    HARMONY: messages, each ``<|channel|>name<|message|>text<|end|>``: thoughts on the channel analysis, what
+        is for the user on others, calls where the header says ``to=functions.name``. gpt-oss's. No answer is
+        without its frames, whether or not there are tools.
     """  # noqa: RUF002 (the bar of DeepSeek's tokens is theirs)
 
     HERMES = "hermes"
@@ -33,6 +36,7 @@ class ToolFormat(enum.Enum):
     FUNCTION_TAG = "function-tag"
     CODER = "coder"
     GENERIC = "generic"
+    HARMONY = "harmony"
 
 
 CALL_TAGS: Final = {
@@ -73,9 +77,22 @@ FUNCTION_TAG: Final = "<function="
 PARAMETER_TAG: Final = "<parameter="
 PARAMETER_ENDS: Final = ("\n</parameter>", "</parameter>")
 
+HARMONY_START: Final = "<|start|>"
+HARMONY_CHANNEL: Final = "<|channel|>"
+HARMONY_CONSTRAIN: Final = "<|constrain|>"
+HARMONY_MESSAGE: Final = "<|message|>"
+HARMONY_END: Final = "<|end|>"
+HARMONY_ENDS: Final = (HARMONY_END, "<|call|>", "<|return|>")
+HARMONY_TURN: Final = f"{HARMONY_START}assistant"
+"""What the prompt ends with, and what comes before each further message of an answer."""
+HARMONY_FINAL: Final = f"{HARMONY_CHANNEL}final{HARMONY_MESSAGE}"
+"""What comes before the words that are meant for the user."""
+HARMONY_TOOLS: Final = "to=functions."
+
 # In this order: the first format of which one text stands in the template. One that has none of them is
 # GENERIC, whether or not it has room for tools.
 _SIGNS: Final[tuple[tuple[ToolFormat, tuple[str, ...]], ...]] = (
+    (ToolFormat.HARMONY, (HARMONY_CHANNEL,)),
     (ToolFormat.DEEPSEEK, tuple(words.calls_begin for words in DEEPSEEK_WORDS)),
     (ToolFormat.MISTRAL, (TOOL_CALLS,)),
     (ToolFormat.FUNCTIONARY, (">>>all", "'>>>'", '">>>"')),
@@ -109,10 +126,13 @@ _REASONING: Final = (
     ReasoningTags("<seed:think>", "</seed:think>"),
     ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+HARMONY_ANALYSIS: Final = ReasoningTags(f"{HARMONY_CHANNEL}analysis{HARMONY_MESSAGE}", HARMONY_END)
 
 
 def reasoning_tags(template: str) -> ReasoningTags | None:
     """The tags of a chat template's text; None: the model does not reason, as far as that shows."""
+    if HARMONY_CHANNEL in template:
+        return HARMONY_ANALYSIS
     return next((tags for tags in _REASONING if tags.end in template), None)
 
 
@@ -136,4 +156,6 @@ def marks(tools: ToolFormat | None, reasoning: ReasoningTags | None) -> tuple[st
         found.append(FUNCTIONARY_SEPARATOR)
     elif tools is ToolFormat.FUNCTION_TAG:
         found += [FUNCTION_TAG, "</function>"]
+    elif tools is ToolFormat.HARMONY:
+        found += [HARMONY_START, HARMONY_CHANNEL, HARMONY_CONSTRAIN, HARMONY_MESSAGE, *HARMONY_ENDS]
     return tuple(found)

@@ -19,6 +19,14 @@ from .formats import (
     DEEPSEEK_WORDS,
     FUNCTION_TAG,
     FUNCTIONARY_SEPARATOR,
+    HARMONY_ANALYSIS,
+    HARMONY_CHANNEL,
+    HARMONY_CONSTRAIN,
+    HARMONY_END,
+    HARMONY_FINAL,
+    HARMONY_MESSAGE,
+    HARMONY_TOOLS,
+    HARMONY_TURN,
     PYTHON_TAG,
     TOOL_CALLS,
     ReasoningTags,
@@ -45,7 +53,7 @@ class CallRules:
         arguments: names of tools, and what stands for their arguments in a grammar.
         required: the answer must be a call.
         parallel: it may have several.
-        prompt_end: what the prompt ends with.
+        prompt_end: what the prompt ends with; with HARMONY the marks of a message that it has begun.
     """
 
     format: ToolFormat
@@ -74,6 +82,10 @@ def answer_grammar(
         tokens: marks that are control tokens, which are no text.
     """
     writer = _Writer(tokens, None if thinks else reasoning)
+    rules = "" if answer is None else answer.replace("start:", "tool_answer:", 1)
+    if calls is not None and calls.format is ToolFormat.HARMONY:
+        said = _harmony(writer, calls, f"{_TEXT}?" if answer is None else "tool_answer")
+        return f"start: {said}\n{rules}{_RULES}{''.join(writer.rules)}"
     thought = ""
     if reasoning is not None:
         thought = f"{writer.up_to(reasoning.end)} {_GAP}"
@@ -85,7 +97,6 @@ def answer_grammar(
         sequence, free = _LAYOUTS[calls.format](writer, calls)
         any_answer = free if answer is None else f"({sequence} | tool_answer)"
         said = sequence if calls.required else any_answer
-    rules = "" if answer is None else answer.replace("start:", "tool_answer:", 1)
     return f"start: {thought} {said}\n{rules}{_RULES}{''.join(writer.rules)}"
 
 
@@ -109,6 +120,12 @@ class _Writer:
     def mark(self, text: str) -> str:
         token = self._tokens.get(text)
         return literal(text) if token is None else f"<[{token}]>"
+
+    def frame(self, text: str) -> str:
+        """A text in which marks may stand."""
+        marks = "|".join(map(re.escape, self._tokens))
+        parts = re.split(f"({marks})", text) if marks else [text]
+        return " ".join(self.mark(part) for part in parts if part)
 
     def up_to(self, mark: str) -> str:
         """Any text, or none, and the mark behind it."""
@@ -218,6 +235,30 @@ def _generic(writer: _Writer, calls: CallRules) -> tuple[str, str]:
     items = _series(calls, item, _COMMA, item)
     sequence = writer.rule(f'{literal(_TOOL_CALLS)} {items} "]}}"')
     return sequence, f"({sequence} | {writer.plain()})?"
+
+
+def _harmony(writer: _Writer, calls: CallRules, answer: str) -> str:
+    """A whole answer: thoughts, then what is for the user, or a call; its end mark ends the generation."""
+    turn = writer.frame(HARMONY_TURN)
+    rest = f"{writer.up_to(HARMONY_END)} {turn}"
+    before, behind = (
+        f"{HARMONY_CHANNEL}commentary {HARMONY_TOOLS}",
+        f" {HARMONY_CONSTRAIN}json{HARMONY_MESSAGE}",
+    )
+    bodies = [
+        f"{writer.frame(before + name + behind)} {writer.rule(rule)}"
+        for name, rule in calls.arguments.items()
+    ]
+    call = writer.rule(" | ".join(bodies)) if bodies else ""
+    if calls.prompt_end.endswith(HARMONY_FINAL):
+        return f"{rest} {call}" if calls.required else answer
+    said = f"{writer.frame(HARMONY_FINAL)} {answer}"
+    if call:
+        preamble = writer.frame(f"{HARMONY_CHANNEL}commentary{HARMONY_MESSAGE}")
+        said = call if calls.required else f"(({preamble} {rest})? {call} | {said})"
+    if calls.prompt_end.endswith(HARMONY_ANALYSIS.begin):
+        return f"{rest} {said}"
+    return f"({writer.frame(HARMONY_ANALYSIS.begin)} {rest})? {said}"
 
 
 _LAYOUTS: Final[dict[ToolFormat, Callable[[_Writer, CallRules], tuple[str, str]]]] = {

@@ -6,6 +6,8 @@ stay unread.
 
 from __future__ import annotations
 
+import re
+
 from .calls import MAX_NAME, CallReader
 from .formats import (
     ARGS,
@@ -13,6 +15,9 @@ from .formats import (
     CALL_TAGS,
     FUNCTION_TAG,
     FUNCTIONARY_SEPARATOR,
+    HARMONY_CHANNEL,
+    HARMONY_MESSAGE,
+    HARMONY_START,
     PYTHON_TAG,
     DeepSeekWords,
 )
@@ -20,6 +25,9 @@ from .json_scan import Malformed
 from .source import Source, Steps
 
 _MAX_ID = 64
+_MAX_HEADER = 2 * MAX_NAME
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def tagged(source: Source, calls: CallReader, opener: str) -> Steps[None]:
@@ -137,3 +145,18 @@ def generic(source: Source, calls: CallReader) -> Steps[None]:
     if fenced:
         yield from source.space()
         yield from source.closing("```")
+
+
+def harmony_header(source: Source, opener: str) -> Steps[tuple[str, str, str]]:
+    """A message's header, of which ``opener`` has been read: its text, the channel, and the tool it is for.
+
+    Names that it does not give are empty.
+    """
+    text = opener
+    while not text.endswith(HARMONY_MESSAGE):
+        part, word = yield from source.until((HARMONY_MESSAGE, HARMONY_CHANNEL, HARMONY_START), _MAX_HEADER)
+        if word == HARMONY_START or (word == HARMONY_CHANNEL and HARMONY_CHANNEL in text):
+            raise Malformed
+        text += part + word
+    channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
+    return text, channel[1] if channel else "", recipient[1] if recipient else ""

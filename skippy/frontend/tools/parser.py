@@ -6,6 +6,7 @@ out depends on the text alone, and the work grows with its length alone.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import string
@@ -20,6 +21,10 @@ from .formats import (
     DEEPSEEK_WORDS,
     FUNCTION_TAG,
     FUNCTIONARY_SEPARATOR,
+    HARMONY_CHANNEL,
+    HARMONY_ENDS,
+    HARMONY_START,
+    HARMONY_TOOLS,
     PYTHON_TAG,
     TOOL_CALLS,
     ReasoningTags,
@@ -51,6 +56,8 @@ class _Text:
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._waiting: list[str] = []
+        self._gap = ""
+        self._said = False
         self.skips = False
 
     def say(self, text: str) -> None:
@@ -58,8 +65,8 @@ class _Text:
             text = text.lstrip(_SPACE)
         core = text.rstrip(_SPACE)
         if core:
-            self._emit(self.take() + core)
-            self.skips = False
+            self._emit(self._gap + self.take() + core)
+            self._gap, self._said, self.skips = "", True, False
         if len(core) < len(text):
             self._waiting.append(text[len(core) :])
 
@@ -71,6 +78,12 @@ class _Text:
             self._emit(self.take() + text)
             self.skips = False
         return bool(text)
+
+    def paragraph(self) -> None:
+        """What is said next is a paragraph of its own."""
+        if self._said:
+            self.take()
+            self._gap, self.skips = "\n\n", True
 
     def take(self) -> str:
         """The white space that waits, which does so no longer."""
@@ -94,6 +107,7 @@ class OutputParser:
         reasoning: how it marks reasoning; None: nothing is taken for such.
         thinks: the prompt ends within reasoning, so the answer begins there.
         texts: of each tool, the parameters that are texts, for formats in which that does not show.
+        opened: the beginning of the answer that the prompt ends with, which is only marks.
         new_id: makes calls' ids.
 
     Attributes:
@@ -111,6 +125,7 @@ class OutputParser:
         reasoning: ReasoningTags | None = None,
         thinks: bool = False,
         texts: Mapping[str, Collection[str]] | None = None,
+        opened: str = "",
         new_id: Callable[[], str] | None = None,
     ) -> None:
         if new_id is None:
@@ -127,6 +142,7 @@ class OutputParser:
         self.thinking = False
         self.done = False
         self.transparent = False
+        self._source.add(opened)
         self._go_on()
 
     @property
@@ -167,7 +183,7 @@ class OutputParser:
 
     def _answer(self) -> Steps[None]:
         try:
-            if self._tags is not None:
+            if self._tags is not None and self._tools is not ToolFormat.HARMONY:
                 yield from self._think(self._tags)
             yield from self._body()
         except Enough:
@@ -206,6 +222,8 @@ class OutputParser:
                 yield from self._marked(
                     (*CALL_TAGS, FUNCTION_TAG), lambda tag: layouts.coder(source, calls, tag)
                 )
+            case ToolFormat.HARMONY:
+                yield from self._harmony()
             case ToolFormat.GENERIC:
                 yield from self._attempt("", layouts.generic(source, calls))
                 yield from self._all_text()
@@ -218,8 +236,7 @@ class OutputParser:
         if not (opened or self._thinks):
             self._content.say(space)
             return
-        thought = _Text(lambda text: self._deltas.append(Reasoning(text)))
-        thought.skips = True
+        thought = self._thought()
         words = (tags.end,)
         pattern = _pattern(words)
         word = None
@@ -231,6 +248,49 @@ class OutputParser:
                 raise Cut
         self.thinking = False
         self._content.skips = True
+
+    def _thought(self) -> _Text:
+        thought = _Text(lambda text: self._deltas.append(Reasoning(text)))
+        thought.skips = True
+        return thought
+
+    def _harmony(self) -> Steps[None]:
+        """Messages. What has no header is content, and so is what is said on channels that nobody knows."""
+        source, content = self._source, self._content
+        analysis = content if self._tags is None else self._thought()
+        opener: str | None = None
+        while True:
+            kept = opener or ""
+            source.mark()
+            if opener is None:
+                yield from source.space()
+                opener = yield from source.one_of(HARMONY_START, HARMONY_CHANNEL, HARMONY_TOOLS)
+            header = channel = tool = ""
+            if opener is not None:
+                with contextlib.suppress(Malformed):
+                    header, channel, tool = yield from layouts.harmony_header(source, opener)
+            kept += source.release()
+            text = analysis if channel == "analysis" and not tool else content
+            if tool:
+                yield from self._attempt(header, self._calls.named(tool))
+            else:
+                text.paragraph()
+                text.say("" if header else kept)
+            opener = yield from self._message(text)
+
+    def _message(self, text: _Text) -> Steps[str | None]:
+        """The text of a message up to its end. Returns the mark with which the next one has begun, if so."""
+        words = (*HARMONY_ENDS, HARMONY_START, HARMONY_CHANNEL)
+        pattern = _pattern(words)
+        self.thinking = text is not self._content
+        while True:
+            said, word = yield from self._source.before(pattern, words)
+            text.say(said)
+            if word is not None:
+                self.thinking = False
+                return None if word in HARMONY_ENDS else word
+            if not said:
+                raise Cut
 
     def _all_text(self) -> Steps[None]:
         while text := (yield from self._source.some()):

@@ -16,6 +16,7 @@ class AnswerReading:
 
     Attributes:
         texts: of each tool, the parameters that are texts.
+        opened: the beginning of the answer that the prompt ends with, where that is only marks.
         shown: control tokens that the parser looks for, so their texts must be in what it is fed. All other
             control tokens have no text.
     """
@@ -26,6 +27,7 @@ class AnswerReading:
     reasoning: ReasoningTags | None = None
     thinks: bool = False
     texts: Mapping[str, frozenset[str]] = attrs.field(factory=dict)
+    opened: str = ""
     shown: frozenset[int] = frozenset()
 
     def parser(self) -> OutputParser:
@@ -36,4 +38,5 @@ class AnswerReading:
             reasoning=self.reasoning,
             thinks=self.thinks,
             texts=self.texts,
+            opened=self.opened,
         )

@@ -274,3 +274,49 @@ GEMMA = """\
 {%- if add_generation_prompt %}
 <start_of_turn>model
 {% endif %}"""
+
+# gpt-oss: channels, tools as types, one call in an answer, thoughts before it under a name of their own.
+HARMONY = """\
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '\\n\\n' }}
+{{- '# Valid channels: analysis, commentary, final.<|end|>' }}
+{%- if messages[0].role == 'developer' or messages[0].role == 'system' %}
+    {%- set instructions = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- if instructions or tools %}
+    {{- '<|start|>developer<|message|>' + (instructions or '') }}
+    {%- for tool in tools or [] %}
+        {{- '\\n// ' + tool.function.description }}
+        {{- '\\ntype ' + tool.function.name + ' = (_: {' }}
+        {%- for name, value in tool.function.parameters.properties.items() %}
+            {{- name + ': ' + value | tojson + ', ' }}
+        {%- endfor %}
+        {{- '}) => any;' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(name='') %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if '<|channel|>final<|message|>' in message.content %}{{ raise_exception('no tags') }}{% endif %}
+        {%- if 'tool_calls' in message %}
+            {%- if message.content and message.thinking %}{{ raise_exception('one of the two') }}{% endif %}
+            {%- if message.content or message.thinking %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+                {{- (message.content or message.thinking) + '<|end|>' }}
+            {%- endif %}
+            {%- set call = message.tool_calls[0].function %}
+            {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+            {{- call.arguments | tojson + '<|call|>' }}
+            {%- set last.name = call.name %}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""

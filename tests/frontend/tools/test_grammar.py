@@ -11,7 +11,15 @@ import pytest
 from skippy.engine.grammar import GrammarVocabulary, read_tokens
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.json_schema import schema_rule
-from skippy.frontend.tools import THINK, AnswerReading, ReasoningTags, ToolFormat, collect, marks
+from skippy.frontend.tools import (
+    HARMONY_ANALYSIS,
+    THINK,
+    AnswerReading,
+    ReasoningTags,
+    ToolFormat,
+    collect,
+    marks,
+)
 from skippy.frontend.tools.grammar import CallRules, answer_grammar
 from skippy.workers.grammar import Checker
 
@@ -210,6 +218,54 @@ def test_calls(
     answer = collect([*parsed.feed(both), *parsed.finish()])
     assert [made.name for made in answer.calls] == ["weather", "add"]
     assert json.loads(answer.calls[0].arguments) == {"city": "Rome"}
+
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+TURN = "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+WEATHER, NO_WEATHER = TO.format("weather", ROME), TO.format("weather", TOWN)
+
+
+@pytest.mark.parametrize("controls", [False, True])
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("form", [None, 'start: %json {"type": "integer"}\n'])
+def test_harmony(controls: bool, required: bool, form: str | None) -> None:
+    vocabulary = Vocabulary(marks(F.HARMONY, None) if controls else ())
+    tokens = {word: 300 + number for number, word in enumerate(vocabulary.special)}
+    checker = Checker(read_tokens(vocabulary))
+
+    def allows(text: str, end: str = "", arguments: dict[str, str] = ARGUMENTS) -> bool:
+        rules = CallRules(
+            format=F.HARMONY, template="", arguments=arguments, required=required, prompt_end=end
+        )
+        grammar = answer_grammar(rules, form, reasoning=HARMONY_ANALYSIS, thinks=False, tokens=tokens)
+        assert checker.answer({"grammar": grammar}) == {}
+        return fits(vocabulary, grammar, text)
+
+    said = "7" if form else "So, <b>."
+    thought = f"{ANALYSIS}hm {{}}<|end|>{TURN}"
+    assert allows(WEATHER)
+    assert allows(thought + WEATHER)
+    assert not allows(thought + NO_WEATHER)
+    assert allows(f"<|channel|>commentary<|message|>Wait.<|end|>{TURN}{WEATHER}") is not required
+    assert not allows(f"<|channel|>commentary<|message|>Wait.<|end|>{TURN}{NO_WEATHER}")
+    assert allows(FINAL + said) is not required
+    assert allows(thought + FINAL + said) is not required
+    assert allows(FINAL + "no number") is (form is None and not required)
+    assert not allows(said)
+    # The prompt has begun a message.
+    assert allows(f"hm<|end|>{TURN}{WEATHER}", ANALYSIS)
+    assert not allows(WEATHER, ANALYSIS)
+    assert allows(said, FINAL) is not required
+    assert allows(f"So<|end|>{TURN}{WEATHER}", FINAL) is required or form is None
+    if not required:
+        assert allows(thought + FINAL + said, arguments={})
+        assert not allows(WEATHER, arguments={})
+    parsed = AnswerReading(tools=F.HARMONY, names=frozenset(ARGUMENTS), reasoning=HARMONY_ANALYSIS).parser()
+    answer = collect([*parsed.feed(thought + WEATHER), *parsed.finish()])
+    assert [(made.name, made.arguments) for made in answer.calls] == [("weather", ROME)]
+    assert answer.reasoning == "hm {}"
 
 
 TAGS: list[tuple[ReasoningTags | None, bool, str, bool]] = [

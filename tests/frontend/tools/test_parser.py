@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from skippy.frontend.tools import (
+    HARMONY_ANALYSIS,
     THINK,
     Answer,
     CallArguments,
@@ -106,6 +107,12 @@ WRITTEN: list[tuple[ToolFormat, str]] = [
     (F.FUNCTIONARY, '>>>weather\n%s\n>>>add\n{"a":1}\n'),
     (F.FUNCTION_TAG, '<function=weather>%s</function>\n<function=add>{"a":1}</function>'),
     (
+        F.HARMONY,
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s<|call|>"
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a":1}<|call|>',
+    ),
+    (F.HARMONY, ' to=functions.weather<|channel|>analysis<|message|>%s<|channel|> to=add<|message|>{"a":1}'),
+    (
         F.GENERIC,
         '{"tool_calls": [{"name": "weather", "arguments": %s}, {"name": "add", "arguments": {"a":1}}]}',
     ),
@@ -165,6 +172,23 @@ CONTENT: list[tuple[ToolFormat, str, str, int]] = [
     (F.FUNCTIONARY, "all\nHello >>> you\n>>>add\n{}", "Hello >>> you", 1),
     (F.FUNCTIONARY, "Hello, no recipient.", "Hello, no recipient.", 0),
     (F.FUNCTION_TAG, "Well <function=add>{}</function> there", "Wellthere", 1),
+    (F.HARMONY, "<|channel|>final<|message|> Hello there. <|return|>", " Hello there.", 0),
+    (
+        F.HARMONY,
+        "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.add<|message|>{}<|call|>",
+        "Let me see.",
+        1,
+    ),
+    (
+        F.HARMONY,
+        "<|channel|>commentary<|message|>One. <|end|>\n<|start|>assistant<|channel|>final<|message|>\n Two",
+        "One.\n\nTwo",
+        0,
+    ),
+    (F.HARMONY, "No frames, <|message|> to=functions.", "No frames, <|message|> to=functions.", 0),
+    (F.HARMONY, "<|channel|>final<|message|>a<|end|><|start|>assistant<|chann", "a", 0),
+    (F.HARMONY, "<|channel|>novel<|message|>Hm<|channel|><|message|>so", "Hm\n\nso", 0),
     (F.GENERIC, "{} is empty", "{} is empty", 0),
     (F.GENERIC, '{"tool_call": {"name": "add"}} yes', "yes", 1),
 ]
@@ -205,6 +229,10 @@ MALFORMED: list[tuple[ToolFormat, str]] = [
     (F.FUNCTIONARY, ">>>nobody\nhello"),
     (F.FUNCTIONARY, "add"),
     (F.FUNCTION_TAG, "<function=add>7</function>"),
+    (F.HARMONY, "<|channel|>commentary to=functions.nobody <|constrain|>json<|message|>{}"),
+    (F.HARMONY, "<|channel|>commentary to=python code<|message|>print(1)"),
+    (F.HARMONY, "<|channel|>commentary to=functions.add<|message|>{bad}"),
+    (F.HARMONY, "<|channel|>" + "x" * 300),
     (F.GENERIC, '{"tool_calls": []}'),
     (F.GENERIC, '```json\n{"answer": 1}\n```'),
     (F.GENERIC, "[1, 2]"),
@@ -355,6 +383,39 @@ def test_calls_within_reasoning_are_reasoning() -> None:
     assert collect(run(one, [text])) == Answer("no", 'maybe <tool_call>{"name": "add"}</tool_call>', ())
 
 
+HARMONY_TURNS = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|> So. <|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+)
+
+
+def test_harmony_reasons_on_a_channel() -> None:
+    for pieces in ([HARMONY_TURNS], list(HARMONY_TURNS)):
+        one = parser(F.HARMONY, reasoning=HARMONY_ANALYSIS)
+        assert collect(run(one, pieces)) == Answer("Yes.", "Hm.\n\nSo.", ())
+        assert one.finish_reason("stop") == "stop"
+    assert answer(F.HARMONY, HARMONY_TURNS) == Answer("Hm.\n\nSo.\n\nYes.", "", ())
+
+
+def test_harmony_says_while_it_thinks() -> None:
+    one = parser(F.HARMONY, reasoning=HARMONY_ANALYSIS)
+    assert one.feed("<|channel|>analysis<|message|>") == []
+    assert one.thinking
+    assert one.feed("Hm") == [Reasoning("Hm")]
+    assert one.feed("<|end|>") == []
+    assert not one.thinking
+    assert one.feed("<|start|>assistant<|channel|>final<|message|>Y") == [Content("Y")]
+    assert one.feed("es<|ret") == [Content("es")]
+
+
+def test_what_the_prompt_has_opened() -> None:
+    one = OutputParser(F.HARMONY, opened="<|channel|>final<|message|>")
+    assert one.feed(" Yes") == [Content(" Yes")]
+    one = OutputParser(F.HARMONY, reasoning=HARMONY_ANALYSIS, opened="<|channel|>analysis<|message|>")
+    assert one.thinking
+    assert one.feed("Hm<|end|>") == [Reasoning("Hm")]
+
+
 def test_ids_are_unique_and_those_that_mistral_takes() -> None:
     text = '[TOOL_CALLS][{"name": "add"}, {"name": "add"}]'
     first, second = collect(run(OutputParser(F.MISTRAL, NAMES), [text])).calls
@@ -405,6 +466,7 @@ _WORDS = st.sampled_from(
             "\n",
             "a",
         ),
+        *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "assistant", "analysis", "to=functions.add"),
         *("é", "<", "�", ";", '{"a": [1, {}]}', '"id": 7', '{"name": "add"}'),
     ]
 )
@@ -466,7 +528,7 @@ def test_cuts_change_nothing_and_nothing_is_lost(
         assert made.name in NAMES
         if number in ended and not any(isinstance(d, CallBroken) for d in expected):
             assert isinstance(json.loads(made.arguments), dict)
-    if not said.calls and not reasons and tools is not F.FUNCTIONARY:
+    if not said.calls and not reasons and tools not in (F.FUNCTIONARY, F.HARMONY):
         assert said.content == text
 
 
@@ -481,6 +543,10 @@ def test_cuts_change_nothing_and_nothing_is_lost(
         '<tool_call>{"name": "add", ',
         "[TOOL_CALLS]",
         ">>>",
+        "<|channel|>",
+        "<|start|>a<|message|>",
+        "<|channel|>" + "x" * 140,
+        "<|channel|>commentary to=functions.add<|message|>{}",
         "<think>",
         '<tool_call>{"name": "add", "arguments": {"x": 7}}</tool_call>\n',
         '<tool_call>{"name": "add", "arguments": {bad',
