@@ -456,6 +456,7 @@ class TestOptions:
             (SCHEDULE | {"prefill_chunk_schedule": "8,,8"}, "prefill_chunk_schedule: is '8,,8', must be"),
             (SCHEDULE | {"prefill_chunk_schedule": "8,0"}, "prefill_chunk_schedule: 0 in it must be 1 to"),
             (SCHEDULE | {"prefill_chunk_schedule": ()}, "prefill_chunk_schedule: must not be empty"),
+            (SCHEDULE | {"prefill_chunk_schedule": (8,) * 1025}, "prefill_chunk_schedule: has 1025 sizes"),
             ({"prefill_chunk_schedule": "8"}, "prefill_chunk_schedule: has no effect with"),
             ({"prefill_adaptive_start": 0}, "prefill_adaptive_start: is 0"),
             ({"prefill_adaptive_step": 0}, "prefill_adaptive_step: is 0"),

@@ -15,6 +15,7 @@ from .fields import key, require, require_range, require_text
 from .stage import I32_MAX, U32_MAX
 
 MAX_LINK_TOKEN_BYTES = 64
+MAX_CHUNK_SIZES = 1024
 MAX_WIRE_MS = 3_600_000
 """Longest that any part of a conditioned wire may hold a frame: one hour."""
 MAX_WAIT_SECS = 86_400
@@ -58,9 +59,9 @@ class StageOptions:
         default=10.0,
     )
     safe_mode: bool = key(
-        "Compute one sequence at a time, in order of arrival, and cut prompts into chunks of one size where "
-        "the policy is adaptive: results do not depend on load. The commands take it from "
-        "SKIPPY_ITERATION_SCHEDULER_SAFE_MODE.",
+        "Compute one sequence at a time, in order of arrival, cut prompts into chunks of one size where the "
+        "policy is adaptive, and restore only what was computed in the same chunks: a result depends on its "
+        "request alone, not on load. The commands take it from SKIPPY_ITERATION_SCHEDULER_SAFE_MODE.",
         default=False,
     )
     verify_package: bool = key(
@@ -307,6 +308,10 @@ class OpenAIOptions(AccessOptions):
     def _check_chunks(self) -> None:
         policy, schedule = self.prefill_chunk_policy, self.prefill_chunk_schedule
         require(schedule != (), "prefill_chunk_schedule: must not be empty")
+        require(
+            len(schedule or ()) <= MAX_CHUNK_SIZES,
+            f"prefill_chunk_schedule: has {len(schedule or ())} sizes, must have {MAX_CHUNK_SIZES} at most",
+        )
         for size in schedule or ():
             require(
                 1 <= size <= I32_MAX, f"prefill_chunk_schedule: {size} in it must be 1 to {I32_MAX} tokens"

@@ -151,6 +151,11 @@ class PrefillEstimate:
             policy.observe(1.0, self.write_ratio, self.wait_ratio)
 
 
+def fixed_sizes(options: OpenAIOptions) -> tuple[int, ...]:
+    """Sizes of chunks, the last one's again and again, where nothing is measured."""
+    return options.prefill_chunk_schedule or (options.prefill_chunk_size,)
+
+
 def make_policy(options: OpenAIOptions, *, single_stage: bool, safe: bool = False) -> ChunkPolicy:
     """The policy that ``options`` ask for, as new.
 
@@ -159,10 +164,8 @@ def make_policy(options: OpenAIOptions, *, single_stage: bool, safe: bool = Fals
     Args:
         safe: results must not depend on what was measured: ``adaptive-ramp`` is ``fixed``.
     """
-    if options.prefill_chunk_schedule is not None:
-        return ScheduledChunks(options.prefill_chunk_schedule)
-    if options.prefill_chunk_policy == "fixed" or safe:
-        return ScheduledChunks((options.prefill_chunk_size,))
+    if options.prefill_chunk_schedule is not None or options.prefill_chunk_policy == "fixed" or safe:
+        return ScheduledChunks(fixed_sizes(options))
     if single_stage:
         return ScheduledChunks((SINGLE_STAGE_CHUNK,))
     return AdaptiveRamp(

@@ -63,7 +63,7 @@ class ChainGenerator:
         self._new_id = new_id
         self._vocabulary = vocabulary
         self.prefill = Prefill(stage, options)
-        self.restorer = Restorer(stage, pool)
+        self.restorer = Restorer(stage, pool, self.prefill.chunks)
         self._embedder = Embedder(stage)
         pool.on_request_over = self._learn
         # What is kept in the cache gives way to lanes, so it takes nothing from them.

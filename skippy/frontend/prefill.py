@@ -12,11 +12,12 @@ import attrs
 
 from skippy.config import OpenAIOptions
 from skippy.kv.replay import MAX_REPLAY_TOKENS
+from skippy.kv.schedule import ChunkPlan
 from skippy.protocol import Message, MessageKind, ReplyStats, default_state
 from skippy.stage import GenerationSettings, PendingReply, Stage
 from skippy.telemetry import Level, Span, Telemetry, names
 
-from .chunks import ChunkPolicy, PrefillEstimate, make_policy
+from .chunks import ChunkPolicy, PrefillEstimate, fixed_sizes, make_policy
 from .generation import GenerationRequest
 from .lanes import PooledLane
 
@@ -32,6 +33,16 @@ class Prefill:
         self._max_chunk = stage.info.max_batch
         self._decoding: set[PooledLane] = set()
         self.estimate = PrefillEstimate()
+        # Where sequences share their cells, numbers depend on what else is in these, whatever the chunks.
+        sizes = fixed_sizes(options) if self._safe and not stage.config.kv_unified else ()
+        self._sizes = tuple(min(size, self._max_chunk) for size in sizes)
+
+    def chunks(self, request: GenerationRequest) -> ChunkPlan | None:
+        """The chunks in which a prompt is always computed, and so all of it that may be restored.
+
+        None where that is not promised: only in safe mode an answer depends on the request alone.
+        """
+        return ChunkPlan(self._sizes, len(request.prompt) - 1) if self._sizes else None
 
     async def configure(
         self,
@@ -53,7 +64,12 @@ class Prefill:
         """
         grammar = "" if request.constraint is None else request.constraint.grammar
         settings = GenerationSettings(
-            request.top_logprobs, request.namespace, audit, grammar=grammar, cache_checkpoints=checkpoints
+            request.top_logprobs,
+            request.namespace,
+            audit,
+            grammar=grammar,
+            cache_checkpoints=checkpoints,
+            cache_chunks=self._sizes,
         )
         return await send_settings(
             pooled, settings, prompt_token_count=len(request.prompt), sampling=request.sampling
@@ -76,8 +92,8 @@ class Prefill:
 
         With ``generated``, which a lane that was lost had come to, the whole prompt and then those are sent.
         The last stage takes all of them into its sampler and draws only what follows the last one: returns
-        the place of that prediction. A few, as known answers are, go one by one, as they were first computed:
-        rows in other batches would move the numbers of a quantised model.
+        the place of that prediction. A few, as known answers are, and in safe mode all go one by one, as they
+        were first computed: rows in other batches would move the numbers of a quantised model.
 
         Args:
             held: of all those tokens, how many the session has on every stage, so that they are not sent; the
@@ -92,10 +108,12 @@ class Prefill:
         request_id, _ = pooled.request or (0, 0)
         place = None
         with self._telemetry.span(names.STAGE_OPENAI_PREFILL, request_id=request_id) as span:
-            few = len(generated) <= MAX_REPLAY_TOKENS
+            few = len(generated) <= MAX_REPLAY_TOKENS or self._safe
             prefilled = prompt[:-1] if few and not joined else prompt
             total = len(prefilled) + (0 if few else len(generated))
-            feed = self._feed(pooled, total - held, schedule, checkpoints)
+            chunks = self.chunks(request)
+            done = 0 if chunks is None else sum(1 for _ in chunks.ends(held))
+            feed = self._feed(pooled, total - held, schedule, checkpoints, done)
             place = await feed.prefill(prefilled, held, predicts=joined and not generated)
             if generated:
                 feed.largest = 1 if few else self._max_chunk
@@ -109,15 +127,16 @@ class Prefill:
         return place
 
     def _feed(
-        self, pooled: PooledLane, total: int, schedule: Sequence[int], checkpoints: Sequence[int]
+        self, pooled: PooledLane, total: int, schedule: Sequence[int], checkpoints: Sequence[int], done: int
     ) -> _Feed:
+        """``done``: chunks of the prompt that are restored, where the others go on from them."""
         policy = make_policy(self._options, single_stage=self._single_stage, safe=self._safe)
         self.estimate.seed(policy)
 
         def size(index: int) -> int:
             if index < len(schedule):
                 return schedule[index]
-            return policy.size(index, total, live_decodes=bool(self._decoding))
+            return policy.size(done + index, total, live_decodes=bool(self._decoding))
 
         return _Feed(pooled, policy, size, self._telemetry, self._max_chunk, checkpoints)
 

@@ -14,6 +14,7 @@ from typing import Final
 import attrs
 
 from skippy.kv.replay import ReplayCache
+from skippy.kv.schedule import ChunkPlan
 from skippy.protocol import EMPTY_STATS, MessageKind, ReplyKind, ReplyStats, settled_length
 from skippy.protocol.stats import fused_hit, merge, stage_count
 from skippy.stage import PendingReply, Stage
@@ -67,6 +68,8 @@ class Restorer:
     """Restores prompts from the stages' caches.
 
     Args:
+        chunks: those in which a request's prompt is always computed, and so all of it that is restored; None:
+            it may be cut otherwise.
         draw: a number from [0, 1) for each hit; those below the audit rate are computed all the same.
 
     Attributes:
@@ -74,9 +77,16 @@ class Restorer:
         hits_by_stage: how often each stage, by its index, had what it was asked for.
     """
 
-    def __init__(self, stage: Stage, pool: LanePool, draw: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        pool: LanePool,
+        chunks: Callable[[GenerationRequest], ChunkPlan | None],
+        draw: Callable[[], float] = random.random,
+    ) -> None:
         self._cache = stage.context.cache
         self._pool = pool
+        self._chunks = chunks
         self._telemetry = stage.context.telemetry
         self._draw = draw
         settings = None if self._cache is None else self._cache.settings
@@ -126,22 +136,23 @@ class Restorer:
         cache = self._cache
         if cache is None:
             return NOTHING
-        tokens = tokens_before_last(request, generated)
+        namespace, tokens = request.namespace, tokens_before_last(request, generated)
+        chunks = self._chunks(request)
         if not self.keeps(len(tokens)):
-            return Plan(checkpoints=cache.plan_checkpoints(request.namespace, tokens, 0))
-        length = cache.longest(request.namespace, tokens)
-        if await self._pool.wait_kept(request.namespace, tokens, max(length, self._least - 1)):
-            length = cache.longest(request.namespace, tokens)
+            return Plan(checkpoints=cache.plan_checkpoints(namespace, tokens, 0, chunks))
+        length = cache.longest(namespace, tokens, chunks)
+        if await self._pool.wait_kept(namespace, tokens, max(length, self._least - 1)):
+            length = cache.longest(namespace, tokens, chunks)
         if not length:
             cache.missed()
         if length and audit:
-            return self._audit(request.namespace, tokens) or Plan(length=length)
-        checkpoints = cache.plan_checkpoints(request.namespace, tokens, length)
+            return self._audit(namespace, tokens, chunks) or Plan(length=length)
+        checkpoints = cache.plan_checkpoints(namespace, tokens, length, chunks)
         return Plan(length=length, checkpoints=checkpoints)
 
-    def _audit(self, namespace: str, tokens: tuple[int, ...]) -> Plan | None:
+    def _audit(self, namespace: str, tokens: tuple[int, ...], chunks: ChunkPlan | None) -> Plan | None:
         assert self._cache is not None
-        match = self._cache.index.match(namespace, tokens)
+        match = self._cache.index.match(namespace, tokens, chunks)
         if match is None:
             return None
         schedule, audited = [], 0

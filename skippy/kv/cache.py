@@ -26,10 +26,11 @@ from typing import Generic
 
 import attrs
 
-from .entries import Entry, KvCounters, KvStats, Match, Part, S, cut_schedule, is_resident
+from .entries import Entry, KvCounters, KvStats, Match, Part, S, is_resident
 from .paths import PathIndex
 from .policy import Floor, worth
 from .radix import TYPE_CODE
+from .schedule import ChunkPlan, cut_schedule
 from .settings import KvSettings
 
 
@@ -57,13 +58,18 @@ class PrefixCache(Generic[S]):
 
     # Looking
 
-    def match(self, namespace: str, tokens: Sequence[int]) -> Match[S] | None:
+    def match(
+        self, namespace: str, tokens: Sequence[int], chunks: ChunkPlan | None = None
+    ) -> Match[S] | None:
         """The longest prefix of ``tokens``, at least ``min_tokens``, that an entry of ``namespace`` holds.
 
         Among entries that hold as much: idle with a sequence, then live, then with a state alone; among these
         the shortest, of which a take would lose least, then the one used last. Touches nothing.
+
+        Args:
+            chunks: of an entry only what was computed alone, and in these chunks.
         """
-        return self._paths.match(namespace, tokens)
+        return self._paths.match(namespace, tokens, chunks)
 
     def common(self, namespace: str, tokens: Sequence[int]) -> int:
         """How many of the first ``tokens`` begin the path of any entry of ``namespace``. Touches nothing."""

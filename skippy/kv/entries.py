@@ -143,21 +143,6 @@ class KvStats:
     counters: KvCounters
 
 
-def cut_schedule(schedule: tuple[int, ...], length: int) -> tuple[tuple[int, ...], bool]:
-    """The chunks of the first ``length`` tokens, and whether these are whole chunks.
-
-    Where they are not, the last one is counted by what is left of it, and computing it again may give other
-    bits: a row's numbers depend on the size of its chunk.
-    """
-    kept: list[int] = []
-    for size in schedule:
-        if length <= 0:
-            break
-        kept.append(min(size, length))
-        length -= size
-    return tuple(kept), length == 0
-
-
 def is_resident(entry: Entry[S]) -> bool:
     """Whether it is idle and has a sequence."""
     return entry.sequence is not None and not entry.live

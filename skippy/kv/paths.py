@@ -8,6 +8,7 @@ from typing import Generic
 
 from .entries import Entry, Match, S, is_resident
 from .radix import Node, TokenTree
+from .schedule import ChunkPlan
 
 
 def _preference(entry: Entry[S]) -> tuple[int, int, int]:
@@ -41,27 +42,33 @@ class PathIndex(Generic[S]):
         """Namespaces that have entries."""
         return len(self._trees)
 
-    def match(self, namespace: str, tokens: Sequence[int]) -> Match[S] | None:
+    def match(self, namespace: str, tokens: Sequence[int], chunks: ChunkPlan | None) -> Match[S] | None:
         """See :meth:`skippy.kv.cache.PrefixCache.match`."""
         tree = self._trees.get(namespace)
         if tree is None:
             return None
         length, node = tree.find(tokens)
         if self.sliceable:
-            return self._best((entry for below in node.subtree() for entry in below.values), length)
+            below = (entry for under in node.subtree() for entry in under.values)
+            return self._best(below, length, chunks)
         here: Node[Entry[S]] | None = node if length == node.depth else node.parent
         while here is not None:
-            if (match := self._best(here.values, here.depth)) is not None:
+            if (match := self._best(here.values, here.depth, chunks)) is not None:
                 return match
             here = here.parent
         return None
 
-    def _best(self, entries: Iterable[Entry[S]], length: int) -> Match[S] | None:
-        if length < self.min_tokens:
-            return None
+    def _best(self, entries: Iterable[Entry[S]], length: int, chunks: ChunkPlan | None) -> Match[S] | None:
+        def held(entry: Entry[S]) -> int:
+            if chunks is None:
+                return length
+            return chunks.shared(entry.schedule, length) if entry.alone else 0
+
+        least = max(self.min_tokens, 0 if self.sliceable else length)
         usable = (entry for entry in entries if self.sliceable or not entry.live)
-        entry = min(usable, key=_preference, default=None)
-        return None if entry is None else Match(entry, length)
+        matches = (Match(entry, held(entry)) for entry in usable)
+        best = min(matches, key=lambda match: (-match.length, _preference(match.entry)), default=None)
+        return None if best is None or best.length < least else best
 
     def common(self, namespace: str, tokens: Sequence[int]) -> int:
         """See :meth:`skippy.kv.cache.PrefixCache.common`."""

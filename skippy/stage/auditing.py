@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from skippy.engine import EngineError
-from skippy.kv.entries import cut_schedule
+from skippy.kv.schedule import cut_schedule
 
 from .keeping import KvEntry, Reference, StageCache, log
 from .states import StateLost

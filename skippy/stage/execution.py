@@ -230,7 +230,8 @@ class Execution(FusedRestores):
         if session.holding is None:
             await session.place(sequence_of(message) if self.waves else None)
         else:
-            session.holding.configure(settings, bypass=self._bypasses(settings.cache_namespace))
+            prompt_tokens = message.state.prompt_token_count
+            session.holding.configure(settings, prompt_tokens, bypass=self._bypasses(settings))
         if context.info.is_last:
             grammar = None
             if settings.grammar:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from skippy.kv.entries import cut_schedule
+from skippy.kv.schedule import ChunkPlan, cut_schedule
 
 from .auditing import audit
 from .errors import SettingsRefused
-from .keeping import KvEntry, Restored, StageCache
+from .keeping import KvEntry, StageCache
+from .restored import Restored
 from .settings import GenerationSettings
 
 _ALL: Final = 1 << 31
@@ -24,6 +25,7 @@ class Holding:
         audit: so many of the first tokens are compared with what is remembered of them, when it ends; the
             session restores nothing. 0: none.
         off: the request has nothing to do with the cache.
+        chunks: restored is only what was computed alone, and in these; None: anything.
         bound: before rows that begin below it, call :meth:`begin_rows`.
         restored: what was restored and can still be undone, because no row has run behind it.
         begun: something was restored, or rows have run.
@@ -34,13 +36,13 @@ class Holding:
         self.namespace = ""
         self.audit = 0
         self.off = False
+        self.chunks: ChunkPlan | None = None
         self.bound = _ALL
         self.restored: Restored | None = None
         self.begun = False
         self._entry: KvEntry | None = None
         self._schedule: tuple[int, ...] = ()
-        self._audited: tuple[int, ...] = ()
-        """The chunks of a session that is to be audited."""
+        """The chunks in which what the session holds was computed; tokens behind them went one by one."""
         self._checkpoints: frozenset[int] = frozenset()
         """Lengths at which the session's state is to be kept, beside the end of its prompt."""
         self._alone = not cache.settings.shared_cells
@@ -59,19 +61,32 @@ class Holding:
         """Whether nothing of the session is to be remembered."""
         return self.off or (self._entry is not None and self._entry.forgotten)
 
-    def configure(self, settings: GenerationSettings, *, bypass: bool) -> None:
+    def configure(self, settings: GenerationSettings, prompt_tokens: int, *, bypass: bool) -> None:
         """The request's settings have come. ``bypass``: it must not use the cache.
 
+        Args:
+            prompt_tokens: how many its prompt has; of interest with ``cache_chunks`` alone.
+
         Raises:
-            SettingsRefused: something was restored or run before, in another namespace, or not to be audited.
+            SettingsRefused: something was restored or run before, under other settings of these.
         """
-        told = (settings.cache_namespace, settings.cache_audit)
-        if self.begun and told != (self.namespace, self.audit):
+        chunks = ChunkPlan(settings.cache_chunks, prompt_tokens - 1) if settings.cache_chunks else None
+        told = (settings.cache_namespace, settings.cache_audit, chunks)
+        if self.begun and told != (self.namespace, self.audit, self.chunks):
             raise SettingsRefused(
-                "cache_namespace and cache_audit come before whatever is restored or run under them"
+                "cache_namespace, cache_audit and cache_chunks come before whatever is restored or run under "
+                "them"
             )
-        (self.namespace, self.audit), self.off = told, bypass
+        (self.namespace, self.audit, self.chunks), self.off = told, bypass
         self._checkpoints = frozenset(settings.cache_checkpoints)
+
+    def longest(self, tokens: Sequence[int]) -> int:
+        """As :meth:`StageCache.longest`, of what the session may restore."""
+        return 0 if self.off else self.cache.longest(self.namespace, tokens, self.chunks)
+
+    async def restore(self, tokens: Sequence[int], *, whole: bool) -> Restored | None:
+        """As :meth:`StageCache.restore`, of what the session may restore."""
+        return await self.cache.restore(self.namespace, tokens, whole=whole, chunks=self.chunks)
 
     def hold(self, restored: Restored) -> None:
         """A prefix was restored into the session."""
@@ -92,13 +107,13 @@ class Holding:
         if restored is not None:
             self._entry, self._schedule = restored.entry, restored.schedule
             self._alone = self._alone and restored.alone
-        entry, index = self.entry, self.cache.index
-        if entry is None:
+        if position < sum(self._schedule):
             self._schedule, whole = cut_schedule(self._schedule, position)
             self._alone = self._alone and whole
-        elif self.cache.sliceable:
+        entry, index = self.entry, self.cache.index
+        if entry is not None and self.cache.sliceable:
             index.truncate(entry, position)
-        elif position < entry.length:
+        elif entry is not None and position < entry.length:
             index.drop(entry)
         self.bound = position
         return restored is not None
@@ -107,8 +122,10 @@ class Holding:
         """The boundary of the chunk of ``tokens`` at ``start``, where its rows need not be computed.
 
         That is where the sequence holds them, behind what the chain has settled on, and their boundary is
-        remembered. They are the session's then.
+        remembered, which does not say in which chunks it was computed. They are the session's then.
         """
+        if self.chunks is not None:
+            return None
         restored, activations, end = self.restored, self.cache.activations, start + len(tokens)
         if restored is None or activations is None or start != restored.length or end > len(restored.held):
             return None
@@ -130,8 +147,7 @@ class Holding:
         """The session holds ``history`` now, the first of ``total`` tokens of its prompt."""
         asked = len(history) == total or len(history) in self._checkpoints
         if asked and not (self._unkept or self.audit):
-            rest = (1,) * (len(history) - sum(self._schedule))
-            self.cache.checkpoint(self.namespace, history, self._schedule + rest, sequence)
+            self.cache.checkpoint(self.namespace, history, self._schedule, sequence, alone=self.alone)
 
     def together(self) -> None:
         """Rows of the request were computed with others', or will be: nobody can do that again bit by bit."""
@@ -146,38 +162,38 @@ class Holding:
 
     def grow(self, sequence: int, history: Sequence[int], chunk: int) -> None:
         """The last ``chunk`` tokens of ``history``, which is all that the session holds, were run at once."""
+        self._count(history, chunk)
         if self.cache.sliceable:
-            self._grow(sequence, history, chunk)
+            self._index(sequence, history)
 
-    def _grow(self, sequence: int, history: Sequence[int], chunk: int) -> None:
-        if self._unkept:
+    def _count(self, history: Sequence[int], chunk: int = 0) -> None:
+        single = len(history) - chunk - sum(self._schedule)
+        self._schedule += (1,) * single + ((chunk,) if chunk else ())
+        self.bound = len(history)
+
+    def _index(self, sequence: int, history: Sequence[int]) -> None:
+        if self._unkept or self.audit:
             return
-        if self.audit:
-            self._audited += (1,) * (len(history) - chunk - sum(self._audited)) + ((chunk,) if chunk else ())
-            return
-        index, entry = self.cache.index, self.entry
-        known = sum(self._schedule) if entry is None else entry.length
-        single = len(history) - chunk - known
-        chunks = (1,) * single + ((chunk,) if chunk else ())
+        index, entry, schedule = self.cache.index, self.entry, self._schedule
         if entry is not None:
-            index.grow(entry, history[known:], chunks=chunks, alone=self.alone)
+            new = schedule[len(entry.schedule) :]
+            index.grow(entry, history[entry.length :], chunks=new, alone=self.alone)
         elif history:
-            schedule = self._schedule + chunks
             self._entry = index.add(
                 self.namespace, history, sequence=sequence, live=True, schedule=schedule, alone=self.alone
             )
-        self.bound = len(history)
 
     def keep(self, sequence: int, history: Sequence[int]) -> None:
         """The session has ended in good order; its sequence, which holds ``history``, is the cache's now."""
-        self._grow(sequence, history, 0)
+        self._count(history)
+        self._index(sequence, history)
         self.keep_indexed(sequence)
 
     async def compare(self, sequence: int, history: Sequence[int]) -> None:
         """Audit what is remembered of the first ``audit`` tokens: it should be what the sequence has now."""
         length, self.audit = self.audit, 0
-        self._schedule = self._audited  # which is how it was computed, if it is kept
-        schedule, whole = cut_schedule(self._audited + (1,) * len(history), length)
+        self._count(history)
+        schedule, whole = cut_schedule(self._schedule, length)
         alone = self.alone and whole
         await audit(self.cache, self.namespace, history[:length], sequence, schedule=schedule, alone=alone)
 

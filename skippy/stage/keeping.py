@@ -11,72 +11,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import attrs
-
-from skippy.engine import EngineError, StageEngine
+from skippy.engine import EngineError
 from skippy.kv.activations import ActivationCache
-from skippy.kv.entries import Match, Part, cut_schedule
+from skippy.kv.entries import Match, Part
+from skippy.kv.schedule import ChunkPlan
 from skippy.telemetry import RareWarnings, get_logger
 
+from .restored import Copy, Restored, RestoreFailed
 from .scheduler import Scheduler
 from .settings import MAX_CHECKPOINTS, drops
 from .states import Index as Index, KvEntry as KvEntry, State, StateLost, StateTier
 
 log = get_logger("skippy.stage")
-
-
-class RestoreFailed(Exception):
-    """A prefix that was found could not be restored: the request goes on without it."""
-
-
-@attrs.define(slots=True, eq=False)
-class Copy:
-    """A copy of the first ``length`` positions of a sequence: an engine call, and what has come of it."""
-
-    source: int
-    target: int
-    length: int
-    error: Exception | None = None
-
-    def __call__(self, engine: StageEngine) -> None:
-        try:
-            engine.copy(self.source, self.target, self.length)
-        except (EngineError, ValueError) as exc:
-            self.error = exc
-
-
-@attrs.define(slots=True, eq=False)
-class Restored:
-    """A prefix in a sequence that is a session's own, and no row behind it yet.
-
-    Attributes:
-        held: the tokens that were found; the sequence may hold more. ``schedule`` and ``alone`` say how they
-            were computed, as :class:`Entry` has it.
-        entry: the session's entry in the index, where the sequence was taken out of it; None: it is a copy.
-        length: how many of them the session uses.
-        copy: what fills the sequence, until :meth:`StageCache.complete`; None: nothing has to.
-    """
-
-    sequence: int
-    held: Sequence[int]
-    entry: KvEntry | None
-    _schedule: tuple[int, ...]
-    _alone: bool
-    length: int
-    copy: Copy | None = None
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """What the session uses."""
-        return self.held[: self.length]
-
-    @property
-    def schedule(self) -> tuple[int, ...]:
-        return cut_schedule(self._schedule, self.length)[0]
-
-    @property
-    def alone(self) -> bool:
-        return self._alone and cut_schedule(self._schedule, self.length)[1]
 
 
 class StageCache:
@@ -125,20 +71,26 @@ class StageCache:
 
     # -- restoring -------------------------------------------------------------------------------------
 
-    def longest(self, namespace: str, tokens: Sequence[int]) -> int:
-        """How many of the first ``tokens`` could be restored now; 0 if that is too few. Touches nothing."""
-        match = self._match(namespace, tokens)
+    def longest(self, namespace: str, tokens: Sequence[int], chunks: ChunkPlan | None = None) -> int:
+        """How many of the first ``tokens`` could be restored now; 0 if that is too few. Touches nothing.
+
+        ``chunks``: as :meth:`PrefixCache.match` has it.
+        """
+        match = self._match(namespace, tokens, chunks)
         return 0 if match is None else match.length
 
     def missed(self) -> None:
         """Count a prompt of which :meth:`longest` found nothing, so that no stage is asked."""
         self.index.counters.misses += 1
 
-    async def restore(self, namespace: str, tokens: Sequence[int], *, whole: bool) -> Restored | None:
+    async def restore(
+        self, namespace: str, tokens: Sequence[int], *, whole: bool, chunks: ChunkPlan | None = None
+    ) -> Restored | None:
         """The longest prefix of ``tokens`` that is remembered, in a sequence for a session; None for a miss.
 
         The sequence is the caller's, to :meth:`undo`, or to :meth:`complete` and run rows in. ``whole``: all
-        of the tokens, or nothing. Waits for an empty sequence where one is needed and sessions have all.
+        of the tokens, or nothing. ``chunks``: as :meth:`PrefixCache.match` has it. Waits for an empty
+        sequence where one is needed and sessions have all.
 
         Raises:
             RestoreFailed: it was found, and could not be imported.
@@ -147,7 +99,7 @@ class StageCache:
         sequence: int | None = None
         try:
             while True:
-                match = self._match(namespace, tokens)
+                match = self._match(namespace, tokens, chunks)
                 if match is None or (whole and match.length < len(tokens)):
                     self.index.counters.misses += 1
                     return None
@@ -166,13 +118,13 @@ class StageCache:
             if sequence is not None:
                 self.scheduler.release_sequence(sequence)
 
-    def _match(self, namespace: str, tokens: Sequence[int]) -> Match[State] | None:
-        return self.index.match(namespace, tokens) if self.settings.lookup else None
+    def _match(self, namespace: str, tokens: Sequence[int], chunks: ChunkPlan | None) -> Match[State] | None:
+        return self.index.match(namespace, tokens, chunks) if self.settings.lookup else None
 
     def _take(self, match: Match[State]) -> Restored:
         sequence = match.entry.sequence
         assert sequence is not None
-        restored = _restored(sequence, match, self.index.take(match.entry))
+        restored = Restored.of(match, sequence, self.index.take(match.entry))
         self.scheduler.use_kept(sequence)
         self.index.counters.takes += 1
         self._count_hit(match.length)
@@ -181,7 +133,7 @@ class StageCache:
     async def _copy(self, match: Match[State], target: int) -> Restored:
         """Begin to copy the entry's sequence, or import its state, into an empty sequence."""
         entry = match.entry
-        restored = _restored(target, match, None)
+        restored = Restored.of(match, target)
         if entry.sequence is not None:
             restored.copy = Copy(entry.sequence, target, match.length)
             self.scheduler.post(restored.copy)
@@ -266,27 +218,39 @@ class StageCache:
             self.states.kept(entry)
         self.shrink()
 
-    def plan_checkpoints(self, namespace: str, tokens: Sequence[int], held: int) -> tuple[int, ...]:
+    def plan_checkpoints(
+        self, namespace: str, tokens: Sequence[int], held: int, chunks: ChunkPlan | None = None
+    ) -> tuple[int, ...]:
         """Behind which of ``tokens`` a prefill should stop for :meth:`checkpoint`, beside its end, ascending.
 
         Only where nothing shorter than the whole of a state can be restored. First where the prompt parts
         from what others had, which a third one may share; then the last multiples of the grid: a template
         may put something else behind the same messages. ``held``, which this stage can restore, is among
-        them: others may not have it (any more).
+        them: others may not have it (any more). With ``chunks``, of which ``held`` ends one, only
+        where one of them ends.
         """
         settings = self.settings
         if self.sliceable or self.states is None:
             return ()
         limit = MAX_CHECKPOINTS if settings.record_limit == 0 else settings.record_limit - 1
         parts = self.index.common(namespace, tokens)
-        grid = range((len(tokens) - 1) // settings.grid * settings.grid, 0, -settings.grid)
+        grid: Sequence[int] = range((len(tokens) - 1) // settings.grid * settings.grid, 0, -settings.grid)
+        if chunks is not None:
+            grid = [*chunks.ends(len(tokens) - 1)][::-1]
+            parts = next((end for end in grid if end <= parts), 0)
         least = max(held + 1, settings.min_tokens)
         wanted = (length for length in dict.fromkeys((parts, *grid)) if least <= length < len(tokens))
         lengths = {*itertools.islice(wanted, min(limit, MAX_CHECKPOINTS - 1))}
         return tuple(sorted(lengths | ({held} if held else set())))
 
     def checkpoint(
-        self, namespace: str, tokens: Sequence[int], schedule: tuple[int, ...], sequence: int
+        self,
+        namespace: str,
+        tokens: Sequence[int],
+        schedule: tuple[int, ...],
+        sequence: int,
+        *,
+        alone: bool,
     ) -> None:
         """A sequence holds ``tokens``, and nothing behind them: keep its state, unless that is there.
 
@@ -297,7 +261,7 @@ class StageCache:
             return
         match = self.index.match(namespace, tokens)
         if match is None or match.length < length or match.entry.state is None:
-            self.states.checkpoint(namespace, tokens, schedule, sequence)
+            self.states.checkpoint(namespace, tokens, schedule, sequence, alone=alone)
 
     def shrink(self) -> None:
         """Evict until the index is within its limits. Never waits."""
@@ -392,9 +356,3 @@ class Reference:
     def __exit__(self, *_: object) -> None:
         self._cache.index.release(self._entry)
         self._cache.scheduler.evictable()
-
-
-def _restored(sequence: int, match: Match[State], entry: KvEntry | None) -> Restored:
-    source, length = match.entry, match.length
-    schedule, whole = cut_schedule(source.schedule, length)
-    return Restored(sequence, source.tokens[:length], entry, schedule, source.alone and whole, length)

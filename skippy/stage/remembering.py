@@ -38,7 +38,7 @@ class RememberedSession(StageSession):
             )
         if holding is None or holding.off or holding.audit or self.sequence is not None:
             return 0
-        restored = await holding.cache.restore(holding.namespace, tokens, whole=whole)
+        restored = await holding.restore(tokens, whole=whole)
         if restored is None:
             return 0
         if self._closed:

@@ -27,9 +27,10 @@ from skippy.protocol import (
 from skippy.protocol.stats import merge, stage_count, stage_mask
 from skippy.telemetry import names
 
-from .keeping import RestoreFailed
 from .queues import PendingReply
 from .remembering import RememberedSession
+from .restored import RestoreFailed
+from .settings import GenerationSettings
 from .steps import Steps
 
 MISS = ReplyStats(kv_lookup_misses=1)
@@ -64,12 +65,11 @@ class Restores(Steps):
 
     async def _probe(self, message: Message) -> None:
         """Say how much of the prefix there is, and restore nothing."""
-        cache, session = self._context.cache, self._session
-        namespace, length = "", 0
+        cache, session, length = self._context.cache, self._session, 0
         if session is not None and session.holding is not None:
-            namespace = session.holding.namespace
-        if cache is not None and not self._bypasses(namespace):
-            length = cache.longest(namespace, message.tokens)
+            length = session.holding.longest(message.tokens)
+        elif cache is not None:
+            length = cache.longest("", message.tokens)
         if length < len(message.tokens) and self.whole:
             length = 0
         stats, below = (HIT, EMPTY_STATS) if length else (MISS, EMPTY_STATS)
@@ -193,9 +193,9 @@ class Restores(Steps):
         """Whether the next stage may answer with less than it is asked for."""
         return self.downstream is not None and self.downstream.restores
 
-    def _bypasses(self, namespace: str) -> bool:
-        """Whether a neighbour would mix up the prompts of different namespaces."""
-        return self.plain and bool(namespace)
+    def _bypasses(self, settings: GenerationSettings) -> bool:
+        """Whether a neighbour would restore what the request must not be given."""
+        return self.plain and bool(settings.cache_namespace or settings.cache_chunks)
 
     def _check_skippable(self, message: Message) -> None:
         """RemoteProtocolError where a neighbour would not know a frame without rows, or its answer."""

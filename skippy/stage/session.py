@@ -24,7 +24,8 @@ from skippy.protocol import (
 from .errors import LaneLost, RequestFailed, SettingsRefused
 from .history import NativeHistory
 from .holding import Holding
-from .keeping import Restored, StageCache
+from .keeping import StageCache
+from .restored import Restored
 from .runs import LocalRun
 from .scheduler import Scheduler
 from .settings import GenerationSettings, parse_metadata

@@ -23,6 +23,7 @@ MAX_METADATA_BYTES: Final = 512 * 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_NAMESPACE_DIGITS: Final = 64
 MAX_CHECKPOINTS: Final = 1024
+MAX_CHUNK_SIZES: Final = 1024
 DROP_WORDS: Final = ("all", "common")
 I32_MAX: Final = 2**31 - 1
 _NAMESPACE: Final = re.compile(f"[0-9a-f]{{1,{MAX_NAMESPACE_DIGITS}}}")
@@ -47,6 +48,9 @@ class GenerationSettings:
         timing_report: of every stage: tell what the last prompt has taken it, in the reply annex.
         cache_checkpoints: of every stage that can restore no other prefix: keep the state of the request's
             first so many tokens, when a chunk ends there; at most 1,024 lengths, ascending.
+        cache_chunks: of every stage: restore only what was computed alone, and in chunks of these sizes, at
+            most 1,024, the last one's again and again, up to the prompt's last token; then one by one. ():
+            anything.
     """
 
     top_logprobs: int | None = None
@@ -55,6 +59,7 @@ class GenerationSettings:
     cache_drop: str = ""
     grammar: str = ""
     cache_checkpoints: tuple[int, ...] = ()
+    cache_chunks: tuple[int, ...] = ()
     cache_report: bool = False
     timing_report: bool = False
 
@@ -100,6 +105,7 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         drop = fields.text_or_absent("cache_drop")
         grammar = fields.text_or_absent("grammar")
         checkpoints = fields.integers_or_absent("cache_checkpoints", 1, I32_MAX)
+        chunks = fields.integers_or_absent("cache_chunks", 1, I32_MAX)
         report = fields.boolean_or_absent("cache_report")
         timing = fields.boolean_or_absent("timing_report")
         fields.end()
@@ -114,6 +120,10 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         raise SettingsRefused(
             f"chat sampling metadata: cache_checkpoints must be at most {MAX_CHECKPOINTS} ascending lengths"
         )
+    if len(chunks) > MAX_CHUNK_SIZES:
+        raise SettingsRefused(
+            f"chat sampling metadata: cache_chunks has {len(chunks)} sizes; at most {MAX_CHUNK_SIZES}"
+        )
     return GenerationSettings(
         top,
         namespace or "",
@@ -121,6 +131,7 @@ def parse_metadata(text: str | None) -> GenerationSettings:
         drop or "",
         grammar or "",
         checkpoints,
+        chunks,
         bool(report),
         bool(timing),
     )

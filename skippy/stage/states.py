@@ -112,7 +112,7 @@ class StateTier:
         schedule: tuple[int, ...],
         sequence: int,
         *,
-        alone: bool = False,
+        alone: bool,
     ) -> None:
         """Begin to store what a session's sequence holds now: ``tokens``, and nothing behind them."""
         self._export(_Path(None, namespace, array("i", tokens), schedule, alone), sequence)

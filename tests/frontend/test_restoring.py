@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from skippy.config import KvCacheConfig
+from skippy.config import KvCacheConfig, StageOptions
 from skippy.engine.toy import ToyEngine
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import GenerationRequest, Timings
@@ -67,6 +67,8 @@ async def caching_chain(
     config: KvCacheConfig = ON,
     chunk: int = CHUNK,
     make_engine: Callable[..., ToyEngine] = ToyEngine,
+    safe: bool = False,
+    unified: bool = False,
     **options: Any,
 ) -> AsyncIterator[Chain]:
     """Leaving checks that no lane and no sequence is left with anyone."""
@@ -82,6 +84,8 @@ async def caching_chain(
                 telemetry=telemetry,
                 lane_count=lanes,
                 kv_cache=config,
+                kv_unified=unified,
+                options=StageOptions(safe_mode=safe),
                 make_engine=make_engine,
             ) as cluster,
         ):

@@ -6,7 +6,8 @@ import attrs
 import pytest
 
 from skippy.kv.cache import PrefixCache
-from skippy.kv.entries import Entry, Part, cut_schedule
+from skippy.kv.entries import Entry, Part
+from skippy.kv.schedule import ChunkPlan
 from skippy.kv.settings import KvSettings
 
 
@@ -322,16 +323,29 @@ def test_what_makes_no_sense_is_refused() -> None:
         index.set_state(entry, State(1))
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [
-        (0, ((), True)),
-        (3, ((3,), True)),
-        (4, ((3, 1), False)),
-        (5, ((3, 2), True)),
-        (6, ((3, 2, 1), True)),
-        (9, ((3, 2, 1), False)),
-    ],
-)
-def test_cutting_a_schedule(length: int, expected: tuple[tuple[int, ...], bool]) -> None:
-    assert cut_schedule((3, 2, 1), length) == expected
+def test_of_an_entry_only_what_was_computed_alone_and_in_the_same_chunks() -> None:
+    """Where several hold as much of the tokens, the one of which most is of use."""
+    index, plan = cache(), ChunkPlan((4,), 10)
+    tokens = list(range(20))
+    index.add("", tokens, sequence=1, schedule=(4, 4, 4, 4, 4), alone=False)
+    assert index.match("", tokens, plan) is None
+    index.add("", tokens[:16], sequence=2, schedule=(4, 3, *(1,) * 9), alone=True)
+    index.add("", tokens[:12], sequence=3, schedule=(4, 4, 2, 1, 1), alone=True)
+    for limit, expected in ((3, None), (4, (3, 4)), (9, (3, 8)), (12, (3, 12))):
+        match = index.match("", tokens[:limit], plan)
+        assert (match and (match.entry.sequence, match.length)) == expected, limit
+    match = index.match("", tokens[:16], plan)
+    assert match is not None
+    assert (match.entry.sequence, match.length) == (2, 4), "of those that hold most of the tokens"
+    assert found(index, "".join(map(chr, tokens[:12]))) == (3, 12)
+
+
+def test_what_cannot_be_sliced_is_of_use_if_all_of_it_was_computed_in_the_same_chunks() -> None:
+    index, plan = cache(sliceable=False), ChunkPlan((4,), 10)
+    tokens = list(range(20))
+    index.add("", tokens[:8], sequence=1, schedule=(4, 4), alone=True)
+    index.add("", tokens[:9], sequence=2, schedule=(4, 5), alone=True)
+    index.add("", tokens[:10], sequence=3, schedule=(4, 4, 2), alone=True)
+    index.add("", tokens[:12], sequence=4, schedule=(4, 4, 4), alone=True)
+    lengths = [index.match("", tokens[:limit], plan) for limit in (7, 8, 9, 10, 12)]
+    assert [match and match.length for match in lengths] == [None, 8, 8, 10, 10]

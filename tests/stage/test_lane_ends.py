@@ -118,7 +118,7 @@ def stream_on(
     work = Generation(Demand(len(request.prompt), request.max_tokens), limit_secs=60)
     admission = Admission(AdmissionGate(pool, 512, options), pooled, work)
     prefill = Prefill(peer.stage, options)
-    restorer = Restorer(peer.stage, pool)
+    restorer = Restorer(peer.stage, pool, prefill.chunks)
     return ChainStream(admission, request, peer.stage.vocabulary, prefill, restorer, options, NULL_TELEMETRY)
 
 

@@ -177,6 +177,8 @@ async def test_a_verify_window_has_scores_for_each_of_its_tokens(stages: int) ->
         ('{"cache_checkpoints": [0]}', "must be a list of integers from 1 to 2147483647"),
         ('{"cache_checkpoints": [true]}', "must be a list of integers from 1 to 2147483647"),
         ('{"cache_checkpoints": %s}' % [*range(1, 1026)], "at most 1024 ascending lengths"),
+        ('{"cache_chunks": [0]}', "must be a list of integers from 1 to 2147483647"),
+        ('{"cache_chunks": %s}' % ([7] * 1025), "cache_chunks has 1025 sizes; at most 1024"),
         ('{"cache_drop": "everything"}', "cache_drop is 'everything', must be all, common or 1 to 64 lower-"),
         ('{"cache_namespace": 7}', "field 'cache_namespace' must be a string, not an integer"),
         ('{"gbnf": "root ::= x"}', "chat sampling metadata: unknown field 'gbnf'"),
@@ -200,7 +202,9 @@ def test_metadata_that_asks_for_nothing() -> None:
     assert GenerationSettings(0).to_metadata() == '{"top_logprobs":0}'
     assert parse_metadata(GenerationSettings(20).to_metadata()) == GenerationSettings(20)
     for drop in ("all", "common", "0a", ""):
-        settings = GenerationSettings(None, "ab" * 32, 77, drop, cache_checkpoints=(1, 5, 2**31 - 1))
+        settings = GenerationSettings(
+            None, "ab" * 32, 77, drop, cache_checkpoints=(1, 5), cache_chunks=(9, 5)
+        )
         assert parse_metadata(settings.to_metadata()) == settings
 
 

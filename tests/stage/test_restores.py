@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import attrs
 import pytest
@@ -140,8 +141,9 @@ async def test_two_namespaces_never_meet(stages: int) -> None:
                     assert (answer.restored, answer.tokens) == (restored, unsplit_tokens(PROMPT, 3))
 
 
-async def test_beside_a_plain_peer_a_request_with_a_namespace_does_without_the_cache() -> None:
-    """That peer could not tell whose prompts are whose: nothing is kept of it, and nothing found."""
+@pytest.mark.parametrize("asked", [{"namespace": "ab"}, {"chunks": (7,)}])
+async def test_beside_a_plain_peer_a_request_does_without_what_that_one_would_mix_up(asked: Any) -> None:
+    """It could not tell whose prompts are whose, nor how they were computed: nothing is kept, nor found."""
     options = StageOptions(allow_plain_generation_8=True)
     with trio.fail_after(20):
         async with (
@@ -149,13 +151,13 @@ async def test_beside_a_plain_peer_a_request_with_a_namespace_does_without_the_c
             driver_of(cluster, plain=True) as driver,
         ):
             for _ in range(2):
-                answer = await complete(driver, PROMPT, 3, namespace="ab")
+                answer = await complete(driver, PROMPT, 3, **asked)
                 assert (answer.restored, answer.tokens) == (0, unsplit_tokens(PROMPT, 3))
             assert cache_of(cluster, 0).index.entries() == []
             await complete(driver, PROMPT, 3)
             (entry,) = cache_of(cluster, 0).index.entries()
             assert (entry.namespace, entry.length) == ("", LAST + 3)
-            await configure(driver, "ab")
+            await configure(driver, **asked)
             for kind in (K.PROBE_PREFILL, K.TRY_RESTORE_PREFILL, K.RESTORE_PREFILL):
                 missed = await driver.ask(kind, 0, PROMPT[:12])
                 assert (missed.stats.kv_lookup_hits, missed.stats.kv_lookup_misses) == (0, 1)

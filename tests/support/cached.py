@@ -71,9 +71,12 @@ async def configure(
     namespace: str = "",
     sampling: SamplingConfig | None = None,
     checkpoints: tuple[int, ...] = (),
+    chunks: tuple[int, ...] = (),
 ) -> None:
     """Send a request's settings."""
-    settings = GenerationSettings(cache_namespace=namespace, cache_checkpoints=checkpoints)
+    settings = GenerationSettings(
+        cache_namespace=namespace, cache_checkpoints=checkpoints, cache_chunks=chunks
+    )
     metadata = settings.to_metadata()
     await driver.ask(K.CONFIGURE_GENERATION, sampling=sampling, chat_sampling_metadata=metadata)
 
@@ -88,12 +91,13 @@ async def complete(
     chunk: int = 7,
     restore: bool = True,
     checkpoints: tuple[int, ...] = (),
+    chunks: tuple[int, ...] = (),
 ) -> Answer:
     """One whole request on a lane: settings, what can be restored, the rest of the prompt, tokens, Stop."""
     last, start = len(prompt) - 1, 0
     driver.prompt_tokens = len(prompt)
     driver.request_id += 2
-    await configure(driver, namespace, sampling, checkpoints)
+    await configure(driver, namespace, sampling, checkpoints, chunks)
     if restore:
         reply = await driver.ask(K.TRY_RESTORE_PREFILL, 0, prompt[:-1], current_token=prompt[-2])
         start = reply.predicted if is_hit(reply.stats) else 0

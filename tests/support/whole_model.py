@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skippy.engine import Segment, StageEngine
-from skippy.protocol import SamplingConfig
+from skippy.protocol import PositionLogProbabilities, SamplingConfig
+from skippy.stage.scoring import score
 
 
 class WholeModel:
@@ -13,6 +14,9 @@ class WholeModel:
 
     Args:
         chunk: tokens of a prefill chunk, and of a replay chunk.
+
+    Attributes:
+        scores: of the tokens of the last answer.
     """
 
     def __init__(self, engine: StageEngine, sampling: SamplingConfig, chunk: int) -> None:
@@ -20,10 +24,12 @@ class WholeModel:
         self._sampling = sampling
         self._chunk = chunk
         self._sampler = engine.new_sampler(sampling)
+        self.scores: list[PositionLogProbabilities] = []
 
     def answer(self, prompt: Sequence[int], count: int, replays: Sequence[int] = ()) -> list[int]:
         """``count`` tokens behind a prompt; behind each number of ``replays`` all is computed again."""
         self._begin()
+        self.scores = []
         self._run_chunks(prompt[:-1])
         tokens: list[int] = []
         for step in range(count):
@@ -33,7 +39,9 @@ class WholeModel:
                 self._run_chunks(tokens, predict=True)
             else:
                 self._run([tokens[-1] if tokens else prompt[-1]], logits=1)
-            tokens.append(self._sampler.sample(self.engine.logits(0), step))
+            logits = self.engine.logits(0)
+            tokens.append(self._sampler.sample(logits, step))
+            self.scores.append(score(logits, tokens[-1], 0))
         return tokens
 
     def _begin(self) -> None:
