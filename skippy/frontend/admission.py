@@ -43,6 +43,7 @@ RECONNECT_WAIT_SECS = 3.0
 class _Waiter:
     demand: Demand
     deadline: float
+    patience_secs: float
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     admitted: trio.Event = attrs.field(factory=trio.Event)
     admission: Admission | None = None
@@ -136,6 +137,8 @@ class AdmissionGate:
         self.kv_tokens = self._free_tokens = kv_tokens
         self._telemetry = telemetry
         self._timeout_secs = options.generation_admission_timeout_secs
+        replay_secs = options.replay_timeout_secs or math.inf
+        self._promised_secs = replay_secs if options.replay_on_stage_loss else RECONNECT_WAIT_SECS
         self.queue_capacity = options.generation_queue_capacity or default_queue_capacity(pool.size)
         self._controller: ConcurrencyController | None = None
         if options.adaptive_generation_concurrency:
@@ -208,15 +211,16 @@ class AdmissionGate:
         finally:
             self._preparing -= 1
 
-    async def acquire(self, prompt_tokens: int, max_tokens: int) -> Admission:
+    async def acquire(self, prompt_tokens: int, max_tokens: int, *, promised: bool = False) -> Admission:
         """Wait for a lane and its cache positions; enter the admission's ``running`` at once.
 
+        A ``promised`` one, whose answer has begun with another, is not refused for want of room or time.
         Cancellation gives the place in the queue back.
 
         Raises:
             ContextLengthExceeded: more cache positions than there are.
             TooManyRequests: the queue is full, or the wait is or would be too long.
-            ChainUnavailable: no lane is connected, nor becomes so within RECONNECT_WAIT_SECS.
+            ChainUnavailable: no lane is connected within RECONNECT_WAIT_SECS; promised: a replay's patience.
         """
         demand = Demand(prompt_tokens, max_tokens)
         if demand.tokens > self.kv_tokens:
@@ -228,7 +232,7 @@ class AdmissionGate:
             if not self._line and (admission := self._admit(demand)) is not None:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             else:
-                admission = await self._wait(demand)
+                admission = await self._wait(self._join(demand, promised=promised))
             span["reserved_kv_tokens"] = self.reserved_tokens
             span["concurrency"] = self.concurrency
         return admission
@@ -337,11 +341,10 @@ class AdmissionGate:
         self._elect()
 
     def _set_deadline(self, waiter: _Waiter) -> None:
-        patience = math.inf if self._connected else trio.current_time() + RECONNECT_WAIT_SECS
+        patience = math.inf if self._connected else trio.current_time() + waiter.patience_secs
         waiter.scope.deadline = min(waiter.deadline, patience)
 
-    async def _wait(self, demand: Demand) -> Admission:
-        waiter = self._join(demand)
+    async def _wait(self, waiter: _Waiter) -> Admission:
         self._elect()  # it may overtake
         try:
             with waiter.scope:
@@ -361,14 +364,16 @@ class AdmissionGate:
             raise self._refuse("timeout", f"no lane became free within {self._timeout_secs:g} s")
         raise ChainUnavailable(self._pool.unready or "no lane of the chain is connected")
 
-    def _join(self, demand: Demand) -> _Waiter:
-        self._check_room()
-        timeout = self._timeout_secs or math.inf
+    def _join(self, demand: Demand, *, promised: bool) -> _Waiter:
+        timeout, patience = math.inf, self._promised_secs
+        if not promised:
+            self._check_room()
+            timeout, patience = self._timeout_secs or math.inf, RECONNECT_WAIT_SECS
         predicted = self.predicted_wait_secs
         if predicted is not None and predicted > timeout:
             text = f"the wait would be about {predicted:.0f} s, and may be {timeout:g} s"
             raise self._refuse("predicted_wait", text)
-        waiter = _Waiter(demand, trio.current_time() + timeout)
+        waiter = _Waiter(demand, trio.current_time() + timeout, patience)
         self._set_deadline(waiter)
         self._line.join(waiter)
         return waiter

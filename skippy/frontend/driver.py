@@ -165,7 +165,7 @@ class ChainGenerator:
         telemetry = self._stage.context.telemetry
         asked = trio.current_time()
         with telemetry.span(names.STAGE_OPENAI_DOWNSTREAM_CONNECT):
-            admission = await self.gate.acquire(count, request.max_tokens)
+            admission = await self.gate.acquire(count, request.max_tokens, promised=request.admitted)
         admission.work.request_id = request.request_id
         with admission.running():
             stream = ChainStream(

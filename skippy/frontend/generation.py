@@ -127,6 +127,8 @@ class GenerationRequest:
         namespace: whose cached prompts it may use (:func:`skippy.frontend.namespaces.cache_namespace`).
         request_id: the client's, for people who look at the lanes.
         client: who asks, where clients take turns.
+        admitted: another generation of the same answer has had a lane, so this one is not refused for want
+            of one.
         reading: how what is generated is to be read; None: it is text. Of no concern to the chain.
     """
 
@@ -137,6 +139,7 @@ class GenerationRequest:
     namespace: str = ""
     request_id: str = ""
     client: str = ""
+    admitted: bool = False
     constraint: Constraint | None = None
     reading: AnswerReading | None = None
 

@@ -88,6 +88,8 @@ class GenerationTask:
         self.begun_at = self._ended_at = 0.0
         self._pause = trio.lowlevel.ParkingLot()
         self._turn = trio.Lock()
+        self._admitted = trio.Event()
+        """A choice has had a lane: the others are not refused for want of one any more."""
         self._prompt_tokens = 0
         self._cached_tokens = 0
         """Of prompts that several choices share."""
@@ -221,7 +223,9 @@ class GenerationTask:
         else:
             turns = zip(self.choices, (request for request in requests for _ in range(self._n)), strict=True)
             async with trio.open_nursery() as nursery:
-                for _ in range(min(self._generator.lanes, len(self.choices))):
+                nursery.start_soon(self._take_turns, turns)
+                await self._admitted.wait()
+                for _ in range(min(self._generator.lanes, len(self.choices)) - 1):
                     nursery.start_soon(self._take_turns, turns)
         self._ended_at = trio.current_time()
         self.outcome = "completed"
@@ -238,6 +242,7 @@ class GenerationTask:
                 if turn is None:
                     return
                 choice, request = turn
+                request = attrs.evolve(request, admitted=self._admitted.is_set())
                 number = choice.index % self._n
                 if self._n > 1 and not number:
                     self._cached_tokens += await self._generator.share(request)
@@ -246,6 +251,7 @@ class GenerationTask:
 
     async def _run_choice(self, choice: Choice, request: GenerationRequest) -> None:
         async with self._generator.generate(request) as stream:
+            self._admitted.set()
             stream.express, choice.timings = functools.partial(self._take_now, choice), stream.timings
             async for token in stream:
                 if not self.begun:

@@ -37,7 +37,7 @@ class PromptSharer:
         plan = await self.restorer.plan(request, (), audit=False)
         if plan.length == count - 1:
             return plan.length
-        admission = await self.gate.acquire(count, 0)
+        admission = await self.gate.acquire(count, 0, promised=request.admitted)
         with admission.running() as lane:
             lane.request = self.new_id(), self.new_id()
             try:

@@ -97,6 +97,17 @@ async def test_choices_run_at_once_and_their_chunks_mix() -> None:
     assert seen[2:] == [(1, "b", None), (0, "b", None), (0, "", "stop"), (1, "", "stop")]
 
 
+@pytest.mark.parametrize("n", [2, 6])
+async def test_only_the_first_choice_may_be_refused(n: int) -> None:
+    """The others come when it has its lane, and are told apart."""
+    generator = ScriptedGenerator(lambda _: list(b"ab"))
+    async with client(generator) as http:
+        answer = await http.post("/v1/completions", json=completion_body(["x", "yz"], n=n))
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["ab"] * (2 * n)
+    assert [request.admitted for request in generator.requests] == [False] + [True] * (2 * n - 1)
+    assert [request.admitted for request in generator.shared] == [False, True]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_failure_of_one_ends_the_answer(stream: bool) -> None:
     def script(request: GenerationRequest) -> list[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -40,10 +41,10 @@ class Clients:
     admitted: list[str] = attrs.field(factory=list)
     refused: dict[str, GenerationError] = attrs.field(factory=dict)
 
-    async def run(self, name: str, prompt: int, answer: int, secs: float) -> None:
+    async def run(self, name: str, prompt: int, answer: int, secs: float, *, promised: bool = False) -> None:
         """A generation that takes ``secs`` for its prompt, and as many for its answer."""
         try:
-            admission = await self.gate.acquire(prompt, answer)
+            admission = await self.gate.acquire(prompt, answer, promised=promised)
             with admission.running() as lane:
                 self.admitted.append(name)
                 await self._prefill(lane, secs)
@@ -62,13 +63,15 @@ class Clients:
             assert lane.work is not None
             lane.work.renew()
 
-    async def ask(self, name: str, prompt: int = 10, answer: int = 10, secs: float = 1.0) -> trio.CancelScope:
+    async def ask(
+        self, name: str, prompt: int = 10, answer: int = 10, secs: float = 1.0, *, promised: bool = False
+    ) -> trio.CancelScope:
         """Start a request and wait until it has got as far as it can; the scope ends it."""
         leaving = trio.CancelScope()
 
         async def client() -> None:
             with leaving:
-                await self.run(name, prompt, answer, secs)
+                await self.run(name, prompt, answer, secs, promised=promised)
 
         self.nursery.start_soon(client)
         await trio.testing.wait_all_tasks_blocked()
@@ -186,6 +189,19 @@ async def test_the_real_wait_is_bounded(
         assert f"no lane became free within {limit:g} s" in str(error)
         assert error.retry_after_secs is not None
         assert error.retry_after_secs >= 1
+
+
+async def test_an_answer_that_has_begun_is_not_refused(autojump_clock: trio.testing.MockClock) -> None:
+    """Its further choices wait behind a queue that is full, longer than may be predicted and than one may."""
+    limits = {"generation_queue_capacity": 1, "generation_admission_timeout_secs": 5}
+    async with gate_over(**limits) as clients:
+        await clients.run("learn", prompt=10, answer=10, secs=4)
+        await clients.ask("runs", secs=3)
+        await clients.ask("further", promised=True)
+        await clients.ask("full")
+        await clients.ask("further still", promised=True)
+    assert clients.admitted == ["learn", "runs", "further", "further still"]
+    assert list(clients.refused) == ["full"]
 
 
 async def test_the_predicted_wait_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
@@ -339,6 +355,28 @@ async def test_work_without_progress_ends(
         assert lane.lane.failure is not None
         await clients.ask("next")
     assert clients.admitted == ["earlier", "next"]
+
+
+@pytest.mark.parametrize(
+    ("options", "patience"),
+    [
+        ({}, 60.0),
+        ({"replay_timeout_secs": 7.0}, 7.0),
+        ({"replay_on_stage_loss": False}, RECONNECT_WAIT_SECS),
+        ({"replay_timeout_secs": 0.0}, math.inf),
+    ],
+)
+async def test_an_answer_that_has_begun_waits_for_a_lost_chain_like_a_replay(
+    autojump_clock: trio.testing.MockClock, options: dict[str, Any], patience: float
+) -> None:
+    async with toy_cluster(2, inline=True) as cluster:
+        cluster.transport._listeners.clear()  # type: ignore[attr-defined]
+        gate = AdmissionGate(LanePool(cluster.first, 1), 1000, OpenAIOptions(**options))
+        began = trio.current_time()
+        with trio.move_on_after(1000) as scope, pytest.raises(ChainUnavailable):
+            await gate.acquire(1, 1, promised=True)
+        assert scope.cancelled_caught is (patience == math.inf)
+        assert trio.current_time() - began == pytest.approx(min(patience, 1000))
 
 
 async def test_no_lane_is_connected(autojump_clock: trio.testing.MockClock) -> None:
