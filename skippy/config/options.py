@@ -298,7 +298,6 @@ class OpenAIOptions(AccessOptions):
             least is None or most is None or least <= most,
             f"adaptive_generation_min_concurrency: is {least}, above generation_concurrency {most}",
         )
-
         default = attrs.fields(OpenAIOptions).replay_timeout_secs.default
         require(
             self.replay_on_stage_loss or self.replay_timeout_secs == default,

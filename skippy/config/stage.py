@@ -118,7 +118,7 @@ class StageConfig:
         "The model's GGUF file: whole, the first of several, or the slice of this stage; with "
         "`layer-package` the package's folder; or the folder of a SafeTensors checkpoint. Or "
         "`hf://namespace/repo[:revision]`, where a hub has it, and with `/FILE.gguf` behind the repository "
-        "one of several. Required.",
+        "one of several. Required, unless package_ref names a package.",
         default=None,
     )
     upstream: PeerConfig | None = key(

@@ -48,10 +48,6 @@ class AccessPolicy:
         self._names = {*options.allowed_hosts, *(name.lower() for name in names), own, f"{own}.local"}
         self._running: Counter[KeyId] = Counter()
 
-    @property
-    def asks_for_keys(self) -> bool:
-        return bool(self._keys)
-
     def check_host(self, host: str | None) -> None:
         """Refuse a request that was sent to a name that is not this endpoint's. No browser leaves it out.
 

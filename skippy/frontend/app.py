@@ -15,11 +15,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 from .access import AccessPolicy
 from .anthropic import ANTHROPIC_PREFIX, add_anthropic_routes, error_envelope
 from .cache_view import parse_namespace
-from .connection import (
-    OwningConnection,
-    credentials,
-    request_id,
-)
+from .connection import OwningConnection, credentials, request_id
 from .embeddings import add_embeddings_route
 from .errors import ApiError, from_generation_error, internal_error
 from .generation import GenerationError, Generator
@@ -29,9 +25,8 @@ from .live import LiveFeed, add_live_route
 from .models import add_model_routes
 from .openapi import add_openapi_route
 from .options import FrontendOptions
-from .responses import dump
 from .responses_api import add_responses_routes
-from .routing import Bodies, caller_of_request
+from .routing import Bodies, caller_of_request, json_answer
 from .schemas import parse_chat, parse_completion
 from .service import CompletionService
 from .template_route import add_template_route
@@ -100,10 +95,6 @@ def end_generations(app: QuartTrio) -> None:
     service.shut_down()
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(dump(value), status=status, content_type="application/json")
-
-
 def _envelope(error: ApiError) -> dict[str, Any]:
     """The body that the route's clients expect of an error."""
     if has_request_context() and request.path.startswith(ANTHROPIC_PREFIX):
@@ -114,7 +105,7 @@ def _envelope(error: ApiError) -> dict[str, Any]:
 def _add_errors(app: QuartTrio) -> None:
     @app.errorhandler(ApiError)
     async def api_error(error: ApiError) -> Response:
-        response = _json(_envelope(error), error.status)
+        response = json_answer(_envelope(error), error.status)
         if error.retry_after_secs is not None:
             response.headers["retry-after"] = str(error.retry_after_secs)
         return response
@@ -133,7 +124,7 @@ def _add_errors(app: QuartTrio) -> None:
             shown = internal_error()
         else:
             shown = ApiError(error.description or error.name, status=status)
-        response = _json(_envelope(shown), status)
+        response = json_answer(_envelope(shown), status)
         if isinstance(error, MethodNotAllowed) and error.valid_methods:
             response.headers["allow"] = ", ".join(sorted(error.valid_methods))
         return response
@@ -143,14 +134,14 @@ def _add_status_routes(app: QuartTrio, service: CompletionService, policy: Acces
     @app.get("/health")
     @app.get("/healthz")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     @app.get("/readyz")
     async def ready() -> Response:
         if (why := service.unready) is not None:
             # Names hosts of the chain, which are for those with a key.
             raise ApiError(why if policy.has_key(credentials(request)) else "not ready", status=503)
-        return _json({"status": "ready"})
+        return json_answer({"status": "ready"})
 
 
 def _add_completion_routes(app: QuartTrio, service: CompletionService, bodies: Bodies) -> None:
@@ -166,13 +157,15 @@ def _add_completion_routes(app: QuartTrio, service: CompletionService, bodies: B
 def _add_cache_routes(app: QuartTrio, generator: Generator) -> None:
     @app.get("/kv")
     async def cache() -> Response:
-        return _json(await generator.cache_report())
+        return json_answer(await generator.cache_report())
 
     # No form and no script of another origin can send this without asking first.
     @app.delete("/kv")
     async def drop() -> Response:
         namespace = parse_namespace(request.args.get("namespace"))
         try:
-            return _json({"object": "kv_cache.dropped", "dropped": await generator.drop_cache(namespace)})
+            return json_answer(
+                {"object": "kv_cache.dropped", "dropped": await generator.drop_cache(namespace)}
+            )
         except GenerationError as error:
             raise from_generation_error(error) from error

@@ -16,14 +16,13 @@ from quart_trio import QuartTrio
 from skippy.stage import TokenizerError
 
 from .errors import ApiError, from_generation_error
-from .fields import Fields, describe
+from .fields import I32_MAX, Fields, describe
 from .generation import GenerationError, Generator
 from .responses import dump
 from .routing import Bodies
-from .sampling import I32_MAX
-from .schemas import check_model
+from .schemas import check_model, required_model
 from .strict_json import parse_object
-from .tokenizing import check_token_ids
+from .token_ids import check_is_token_id, check_token_ids
 
 MAX_INPUTS: Final = 2048
 
@@ -84,9 +83,7 @@ def parse_embeddings(body: bytes) -> EmbeddingsRequest:
         ApiError: 400, with ``param`` where one field is at fault.
     """
     fields = Fields(parse_object(body))
-    model = fields.text("model")
-    if not model:
-        raise fields.error("model", "is missing; GET /v1/models lists what is served")
+    model = required_model(fields)
     form = fields.text("encoding_format") or "float"
     if form not in ("float", "base64"):
         raise fields.error("encoding_format", f"is {form[:40]!r}; it must be 'float' or 'base64'")
@@ -119,8 +116,7 @@ def _input(fields: Fields, name: str, value: Any) -> _Input:
     if not isinstance(value, list) or not value:
         raise fields.error(name, "must be a string, or an array of at least one token id")
     for index, token in enumerate(value):
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise fields.error(f"{name}[{index}]", f"must be a token id, not {describe(token)}")
+        check_is_token_id(fields, f"{name}[{index}]", token)
     return tuple(value)
 
 

@@ -16,7 +16,7 @@ from skippy.protocol import SamplingConfig
 
 from .generation import GenerationError, InvalidSampling
 
-# Words for statuses that are raised by the framework rather than by us.
+# The code of an error that names none of its own.
 _CODES: Final = {
     400: "invalid_value",
     401: "invalid_api_key",

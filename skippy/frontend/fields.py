@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from .errors import ApiError
+
+I32_MAX: Final = 2**31 - 1
+U32_MAX: Final = 2**32 - 1
 
 
 def describe(value: Any) -> str:

@@ -27,6 +27,7 @@ from .prompts import Prompt
 from .schemas import ChatMessage
 from .template_features import TemplateFeatures, TemplateText, probe
 from .templates import TemplateRenderer
+from .token_ids import check_token_ids
 from .tools import THINK, AnswerReading, ReasoningTags, ToolFormat, marks
 from .tools.grammar import CallRules, answer_grammar
 
@@ -290,7 +291,7 @@ class PromptBuilder:
         """
         if isinstance(prompt, str):
             return await self._tokenise(self._encode_text, prompt, name)
-        check_token_ids(prompt, self._vocabulary, name)
+        check_token_ids(prompt, self._vocabulary.size, name)
         return list(prompt)
 
     def echo(self, prompt: Prompt) -> str:
@@ -348,12 +349,3 @@ class _TooLongError(ValueError):
 
 def _token_text(vocabulary: Vocabulary, token: int | None) -> str:
     return "" if token is None else vocabulary.piece(token, special=True).decode("utf-8", "replace")
-
-
-def check_token_ids(prompt: Sequence[int], vocabulary: Vocabulary, name: str) -> None:
-    """Refuse token ids that the model does not have."""
-    for index, token in enumerate(prompt):
-        if token >= vocabulary.size:
-            param = f"{name}[{index}]"
-            text = f"{param} is {token}; this model's token ids are 0 to {vocabulary.size - 1}"
-            raise ApiError(text, param=param)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-from .fields import Fields, describe
+from .fields import I32_MAX, Fields, describe
 
 Prompt = str | tuple[int, ...]
 """Text, or token ids that are taken as they are."""
-
-_I32_MAX: Final = 2**31 - 1
 
 
 def parse_prompts(fields: Fields) -> tuple[Prompt, ...]:
@@ -38,7 +36,7 @@ def _token_ids(fields: Fields, name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise fields.error(name, f"must be an array of token ids, as the first is; it is {describe(value)}")
     for index, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _I32_MAX:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= I32_MAX:
             raise fields.error(f"{name}[{index}]", "must be a token id, an integer from 0")
     if not value:
         raise fields.error(name, "is empty; at least one token id is needed")

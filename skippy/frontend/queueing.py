@@ -67,19 +67,14 @@ class WaitingLine(Generic[W]):
             return None
         reserved = self._line[0].passed >= MAX_PASSES
         candidates = self._line[:1] if reserved else self._line
-        fitting = [request for request in candidates if request.demand.tokens <= free_tokens]
-        if not fitting:
+        chosen = next((request for request in candidates if request.demand.tokens <= free_tokens), None)
+        if chosen is None:
             return None
-        chosen = self._best(fitting)
         index = self._line.index(chosen)
         for older in self._line[:index]:
             older.passed += 1
         del self._line[index]
         return chosen
-
-    def _best(self, fitting: list[W]) -> W:
-        """The one of these to admit: the oldest, as long as nothing is known that speaks for another."""
-        return fitting[0]
 
 
 class Estimate:

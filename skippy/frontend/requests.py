@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import attrs
 
 from .access import KeyId
+from .caller import Caller
 from .errors import ApiError
 from .metrics import Metrics
 from .running import GenerationTask
-
-if TYPE_CHECKING:
-    from .service import Caller
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that a client has cancelled: the one in use for it that no client library takes for a

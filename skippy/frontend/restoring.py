@@ -2,7 +2,7 @@
 
 Stage 0 asks its own cache first, which costs nothing; only what it has itself is asked of the others. One
 question goes down the chain, and its answer says how much all of them have: see ``docs/protocol.md``, section
-"Restoring a prefix".
+"Cached prefixes".
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import trio
 from quart import Response, request
 
+from .caller import Caller
 from .connection import (
     connection_nursery,
     credentials,
@@ -20,7 +21,6 @@ from .connection import (
 )
 from .options import FrontendOptions
 from .responses import dump
-from .service import Caller
 
 T = TypeVar("T")
 

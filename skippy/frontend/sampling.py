@@ -26,12 +26,10 @@ from skippy.protocol.kinds import (
 from skippy.protocol.messages import DEFAULT_SAMPLERS
 from skippy.telemetry import get_logger
 
-from .fields import Fields, describe
+from .fields import I32_MAX, Fields, describe
 
 log = get_logger("skippy.frontend")
 
-I32_MAX: Final = 2**31 - 1
-U32_MAX: Final = 2**32 - 1
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 BANNED: Final = -1e30
 """The bias of a token that must not come: far below every logit, and far from the end of f32's range."""

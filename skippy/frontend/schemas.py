@@ -17,11 +17,11 @@ from .chat_settings import ChatSettings, parse_chat_settings
 from .choices import MAX_CHOICES
 from .constraints import parse_constraint
 from .errors import ApiError
-from .fields import Fields, describe
+from .fields import U32_MAX, Fields, describe
 from .generation import Constraint
 from .logprobs import parse_chat_logprobs, parse_completion_logprobs
 from .prompts import parse_prompts
-from .sampling import DEFAULT_SAMPLING, U32_MAX, read_sampling
+from .sampling import DEFAULT_SAMPLING, read_sampling
 from .strict_json import parse_object
 from .tool_fields import call_id, parse_calls
 from .tools import ToolCall
@@ -160,9 +160,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     """Constructor arguments for :class:`CommonRequest`; the first given limit wins."""
-    model = fields.text("model")
-    if not model:
-        raise fields.error("model", "is missing; GET /v1/models lists what is served")
+    model = required_model(fields)
     limits = [fields.integer(name, 1, U32_MAX) for name in limit_names]
     limits.append(_predict_limit(fields))
     fields.accept_only("cache_prompt", (True,), "what cached prompts are used for changes no answer")
@@ -301,6 +299,14 @@ def _text_part(fields: Fields) -> str:
         raise fields.error("text", "is missing")
     fields.refuse_unknown()
     return text
+
+
+def required_model(fields: Fields) -> str:
+    """The model that a request names."""
+    model = fields.text("model")
+    if not model:
+        raise fields.error("model", "is missing; GET /v1/models lists what is served")
+    return model
 
 
 def check_model(model: str, served: str) -> None:

@@ -1,4 +1,4 @@
-"""Chat and completion requests, from raw body to response."""
+"""What the generating routes share: a request, read from its body, becomes generations and a response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skippy.engine import Vocabulary
 from skippy.engine.sampling import check_settings
 from skippy.telemetry import NULL_TELEMETRY, Level, Span, names
 
-from .access import KeyId
+from .caller import Caller
 from .choices import Piece, ScoredToken
 from .direct import DirectBody
 from .errors import ApiError, setting_at_fault
@@ -34,33 +34,8 @@ from .templates import TemplateRenderer
 R = TypeVar("R", bound=CommonRequest)
 
 
-@attrs.frozen(slots=True, kw_only=True)
-class Caller:
-    """Who asks: the nursery of the connection, the request's id, a shorter way to the client, the API key.
-
-    Attributes:
-        credentials: what the request has shown.
-        key: what that is to the server, where it asks for keys.
-        route: the application's rule for what was asked.
-        address: where the connection comes from; "" where that is not known.
-    """
-
-    nursery: trio.Nursery
-    request_id: str
-    direct: DirectBody | None = None
-    credentials: str | None = attrs.field(default=None, repr=False)
-    key: KeyId | None = None
-    route: str = ""
-    address: str = ""
-
-    @property
-    def name(self) -> str:
-        """Tells clients apart: by their keys where the server asks for some, else by their addresses."""
-        return self.address if self.key is None else self.key.hex()
-
-
 class CompletionService:
-    """Serves the two generating routes.
+    """Serves the generating routes.
 
     A generation runs as a task in the nursery of its client's connection, so it ends when the client leaves.
     One that has asked and then closes only its own side of the connection gets its whole answer.

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 import attrs
@@ -17,10 +17,11 @@ from skippy.stage import Tokenizer, TokenizeRequest, TokenizerError, TokenizeRes
 from skippy.stage.tokenizer import MAX_BATCH, MAX_BATCH_BYTES, MAX_INPUT_BYTES, MAX_PIECES, MAX_TOKENS
 
 from .errors import ApiError
-from .fields import Fields, describe
+from .fields import I32_MAX, Fields, describe
 from .routing import Bodies, json_answer
 from .schemas import check_model
 from .strict_json import parse_object
+from .token_ids import check_is_token_id, check_token_ids
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -122,27 +123,14 @@ def parse_detokenize(body: bytes) -> DetokenizeBody:
     if len(tokens) > MAX_TOKENS:
         raise fields.error("tokens", f"has {len(tokens)} token ids; at most {MAX_TOKENS} are taken")
     for index, token in enumerate(tokens):
-        _check_integer(fields, f"tokens[{index}]", token)
+        check_is_token_id(fields, f"tokens[{index}]", token)
     fields.refuse_unknown()
     return DetokenizeBody(model=model, tokens=tokens)
-
-
-def check_token_ids(tokens: Iterable[str | int], size: int, param: str) -> None:
-    """Refuse token ids that a vocabulary of ``size`` does not have."""
-    for index, token in enumerate(tokens):
-        if isinstance(token, int) and not 0 <= token < size:
-            where = f"{param}[{index}]"
-            raise ApiError(f"{where} is {token}; this model's token ids are 0 to {size - 1}", param=where)
 
 
 def _check(model: str | None, served: str) -> None:
     if model is not None:
         check_model(model, served)
-
-
-def _check_integer(fields: Fields, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise fields.error(name, f"must be a token id, not {describe(value)}")
 
 
 async def _tokenize(tokenizer: Tokenizer, body: TokenizeBody) -> dict[str, Any]:
@@ -176,7 +164,7 @@ def _content(fields: Fields) -> list[str | int]:
         raise fields.error("content", f"has {len(value)} parts; at most {MAX_PIECES} are taken")
     for index, part in enumerate(value):
         if not isinstance(part, str):
-            _check_integer(fields, f"content[{index}]", part)
+            check_is_token_id(fields, f"content[{index}]", part)
     return value
 
 
@@ -218,7 +206,7 @@ def _identity(fields: Fields) -> TokenizerIdentity:
             raise fields.error(name, "is missing")
         return value
 
-    index = fields.integer("stage_index", 0, 2**31 - 1)
+    index = fields.integer("stage_index", 0, I32_MAX)
     identity = TokenizerIdentity(
         model_id=required("model_id"),
         source_model_sha256=required("source_model_sha256"),

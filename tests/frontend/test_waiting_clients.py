@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from skippy.config import OpenAIOptions
+from skippy.frontend.caller import Caller
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.errors import ApiError
 from skippy.frontend.generation import (
@@ -24,7 +25,7 @@ from skippy.frontend.generation import (
 from skippy.frontend.lanes import LanePool
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.schemas import parse_completion
-from skippy.frontend.service import Caller, CompletionService
+from skippy.frontend.service import CompletionService
 from tests.support.cluster import toy_cluster
 
 from .support import ScriptedGenerator, client, completion_body, say, serving

@@ -9,13 +9,14 @@ from typing import Any
 from quart import Response, request
 from quart_trio import QuartTrio
 
+from ..caller import Caller
 from ..errors import ApiError
 from ..generation import GenerationRequest
 from ..logprobs import chat_logprobs
 from ..namespaces import cache_namespace
 from ..options import FrontendOptions
 from ..routing import Bodies, caller_of_request, json_answer
-from ..service import Caller, CompletionService
+from ..service import CompletionService
 from .requests import Conversation, ResponsesBody, parse_responses
 from .shape import ResponsesShape
 from .store import ResponseStore, StoredResponse
