@@ -13,7 +13,7 @@ from typing import Any
 import click
 import httpx
 
-from .endpoint_flags import api_key_option, base_url, key_headers, url_option
+from .client import api_key_option, asking, base_url, error_text, key_headers, printable, url_option
 from .errors import CliError
 
 with contextlib.suppress(ImportError):  # line editing and history for input(), where the system has it
@@ -71,33 +71,28 @@ class ChatEndpoint:
     def first_model(self) -> str:
         """The id of the first model the endpoint lists."""
         try:
-            response = self._client.get(f"{self._url}/models")
+            with asking(self._url):
+                response = self._client.get(f"{self._url}/models")
             if response.status_code != 200:
                 raise CliError(error_text(response.status_code, response.content))
             return str(response.json()["data"][0]["id"])
-        except httpx.ConnectError as error:
-            raise CliError(f"{self._url}: {error}; is `skippy run` serving there?") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise CliError(f"{self._url}: {error or type(error).__name__}") from None
         except (ValueError, LookupError, TypeError):
             raise CliError(f"{self._url}/models: the answer is no list of models") from None
 
     def answer(self, body: dict[str, Any]) -> Iterator[str]:
         """Stream the pieces of one answer."""
-        try:
-            with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
-                if response.status_code != 200:
-                    raise CliError(error_text(response.status_code, response.read()))
-                for line in response.iter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or not data:
-                        continue
-                    if data == "[DONE]":
-                        return
-                    yield from _pieces(data)
-            raise CliError("the endpoint ended the stream before the answer was complete")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise CliError(f"{self._url}: {error or type(error).__name__}") from None
+        where = f"{self._url}/chat/completions"
+        with asking(self._url), self._client.stream("POST", where, json=body) as response:
+            if response.status_code != 200:
+                raise CliError(error_text(response.status_code, response.read()))
+            for line in response.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or not data:
+                    continue
+                if data == "[DONE]":
+                    return
+                yield from _pieces(data)
+        raise CliError("the endpoint ended the stream before the answer was complete")
 
 
 def _pieces(data: str) -> Iterator[str]:
@@ -111,14 +106,6 @@ def _pieces(data: str) -> Iterator[str]:
                 yield valid_text(text)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise CliError(f"the endpoint sent an event that is no chat chunk: {data[:200]}") from None
-
-
-def error_text(status: int, body: bytes) -> str:
-    """The message of an OpenAI error envelope, or the status and the start of the body."""
-    try:
-        return f"{json.loads(body)['error']['message']} (HTTP {status})"
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {status}: {body[:200].decode(errors='replace').strip() or 'empty answer'}"
 
 
 def _open_terminal() -> None:
@@ -141,11 +128,6 @@ def valid_text(text: str) -> str:
     except UnicodeEncodeError:  # surrogates of another origin
         data = text.encode("utf-8", "replace")
     return data.decode("utf-8", "replace")
-
-
-def printable(text: str) -> str:
-    """Text without control characters, so that a model cannot steer the terminal."""
-    return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
 
 
 class ChatSession:

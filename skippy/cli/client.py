@@ -1,8 +1,15 @@
-"""Flags of the commands that are clients of a running endpoint."""
+"""What commands that are clients of a running endpoint have in common: flags, its errors, its texts."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
+
 import click
+import httpx
+
+from .errors import CliError
 
 API_KEY_VARIABLE = "SKIPPY_API_KEY"
 
@@ -34,3 +41,27 @@ def key_headers(api_key: str | None) -> dict[str, str]:
 def base_url(url: str) -> str:
     """The server's own URL, without the ``/v1`` that OpenAI clients want."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+@contextlib.contextmanager
+def asking(url: str) -> Iterator[None]:
+    """A block that asks the server at ``url``. What keeps it from an answer is a CliError that says so."""
+    try:
+        yield
+    except httpx.ConnectError as error:
+        raise CliError(f"{url}: {error}; is `skippy run` serving there?") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise CliError(f"{url}: {error or type(error).__name__}") from None
+
+
+def error_text(status: int, body: bytes) -> str:
+    """The message of an OpenAI error envelope, or the status and the start of the body."""
+    try:
+        return f"{json.loads(body)['error']['message']} (HTTP {status})"
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {status}: {body[:200].decode(errors='replace').strip() or 'empty answer'}"
+
+
+def printable(text: str) -> str:
+    """Text without control characters, so that a model cannot steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))

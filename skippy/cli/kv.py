@@ -10,8 +10,7 @@ from typing import Any
 import click
 import httpx
 
-from .chat import error_text, printable
-from .endpoint_flags import api_key_option, base_url, key_headers, url_option
+from .client import api_key_option, asking, base_url, error_text, key_headers, printable, url_option
 from .errors import CliError
 
 TIMEOUT_SECS = 70.0
@@ -93,13 +92,11 @@ def drop(url: str, api_key: str | None, everything: bool, namespace: str | None)
 
 def _ask(method: str, url: str, api_key: str | None, query: dict[str, Any] | None = None) -> dict[str, Any]:
     where = base_url(url) + "/kv"
-    try:
-        with httpx.Client(timeout=TIMEOUT_SECS, trust_env=False, headers=key_headers(api_key)) as client:
-            response = client.request(method, where, params=query)
-    except httpx.ConnectError as error:
-        raise CliError(f"{where}: {error}; is `skippy run` serving there?") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CliError(f"{where}: {error or type(error).__name__}") from None
+    with (
+        asking(where),
+        httpx.Client(timeout=TIMEOUT_SECS, trust_env=False, headers=key_headers(api_key)) as client,
+    ):
+        response = client.request(method, where, params=query)
     if response.status_code != 200:
         raise CliError(error_text(response.status_code, response.content))
     answer = response.json()

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from trio_websocket import ConnectionClosed, ConnectionRejected, HandshakeError, open_websocket_url
 
-from .chat import error_text
-from .endpoint_flags import api_key_option, base_url, key_headers, url_option
+from .client import api_key_option, base_url, error_text, key_headers, url_option
 from .errors import CliError
 from .top_view import render
 

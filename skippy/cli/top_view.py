@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .chat import printable
+from .client import printable
 from .errors import CliError
 
 _STYLES: Final = {"decode": "green", "prefill": "blue", "cleaning": "magenta", "connecting": "yellow"}

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from skippy.cli.chat import ChatEndpoint, ChatSession, error_text, printable, valid_text
+from skippy.cli.chat import ChatEndpoint, ChatSession, valid_text
+from skippy.cli.client import error_text, printable
 from skippy.cli.errors import CliError
 from skippy.cli.main import main
 
