@@ -262,15 +262,18 @@ def _message(fields: Fields) -> ChatMessage:
         raise fields.error("role", f"is {shown}; it must be one of {known}")
     name = fields.text("name")
     content = _content(fields, role)
-    for feature in ("audio", "refusal"):
-        fields.accept_only(feature, (), "messages carry text only")
+    fields.accept_only("audio", (), "messages carry text only")
     fields.accept_only("function_call", (), "it was replaced by tool_calls")
     fields.accept_only("annotations", ([],), "messages carry text only")
     calls: tuple[ToolCall, ...] = ()
     reasoning = answers = None
     if role == "assistant":
         calls, reasoning = parse_calls(fields), fields.text("reasoning_content")
-    elif role == "tool":
+        content = "\n".join(filter(None, (content, fields.text("refusal"))))
+        fields.get("parsed")  # what OpenAI's client has made of the content
+    else:
+        fields.accept_only("refusal", (), "only the assistant refuses")
+    if role == "tool":
         answers = call_id(fields, "tool_call_id")
     fields.refuse_unknown()
     return ChatMessage(role, content, name, calls, answers, reasoning)
@@ -286,17 +289,21 @@ def _content(fields: Fields, role: Role) -> str:
         raise fields.error("content", "is missing; a string or an array of text parts is needed")
     if not isinstance(value, list):
         raise fields.error("content", f"must be a string or an array of parts, not {describe(value)}")
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
     return "\n".join(
-        _text_part(Fields.of(part, f"{fields.path('content')}[{index}]")) for index, part in enumerate(value)
+        _text_part(Fields.of(part, f"{fields.path('content')}[{index}]"), kinds)
+        for index, part in enumerate(value)
     )
 
 
-def _text_part(fields: Fields) -> str:
-    if fields.text("type") != "text":
-        raise fields.other_type("only parts of type 'text' are taken")
-    text = fields.text("text")
+def _text_part(fields: Fields, kinds: tuple[str, ...]) -> str:
+    kind = fields.text("type")
+    if kind not in kinds:
+        taken = " and ".join(map(repr, kinds))
+        raise fields.other_type(f"only parts of type {taken} are taken")
+    text = fields.text(kind)
     if text is None:
-        raise fields.error("text", "is missing")
+        raise fields.error(kind, "is missing")
     fields.refuse_unknown()
     return text
 

@@ -235,6 +235,7 @@ def parse_calls(fields: Fields) -> tuple[ToolCall, ...]:
         function = Fields.of(entry.get("function"), entry.path("function"))
         name = tool_name(function, "name")
         arguments = function.text("arguments")
+        function.get("parsed_arguments")  # what OpenAI's client has made of them
         function.refuse_unknown()
         calls.append(ToolCall(call_id(entry, "id"), name, "{}" if arguments is None else arguments))
         entry.refuse_unknown()

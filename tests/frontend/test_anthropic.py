@@ -157,4 +157,4 @@ async def test_faults_are_named(body: dict[str, Any], param: str) -> None:
     assert answer.status_code == 400, answer.text
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["param"] == param
-    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    assert answer.json()["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"]

@@ -60,7 +60,8 @@ def responses(body: bytes) -> object:
     return parse_responses(body).chat(())
 
 
-ASSISTANT = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+REFUSAL = {"type": "refusal", "refusal": "No."}
+ASSISTANT = {"role": "assistant", "content": [{"type": "text", "text": "a"}, REFUSAL], "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "x"}
 CHAT = {"model": "m", "messages": [USER, ASSISTANT, RESULT], "tools": [TOOL]}
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -102,6 +103,7 @@ SAMPLES: list[tuple[str, Callable[[bytes], object], list[dict[str, Any]]]] = [
                 "model": "m",
                 "input": [
                     {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                    {"role": "assistant", "content": [REFUSAL]},
                     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
                     {"type": "function_call_output", "call_id": "c", "output": "x"},
                     {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]},

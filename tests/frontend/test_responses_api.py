@@ -193,6 +193,33 @@ async def test_log_probabilities_need_to_be_included() -> None:
     assert answer.json()["error"]["param"] == "top_logprobs"
 
 
+async def test_what_the_client_has_parsed_goes_back_in() -> None:
+    """OpenAI's client adds what it has made of texts and arguments to the items that it gives back."""
+    generator = ScriptedGenerator(say("ok"))
+    items = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "output_text", "text": "{}", "parsed": {"a": 1}, "annotations": []},
+                {"type": "refusal", "refusal": "No."},
+            ],
+        },
+        {
+            "type": "function_call",
+            "call_id": "c",
+            "name": "f",
+            "arguments": "{}",
+            "parsed_arguments": {"b": 2},
+        },
+        {"type": "function_call_output", "call_id": "c", "output": "42"},
+    ]
+    async with client(generator) as http:
+        answer = await http.post("/v1/responses", json={"model": MODEL, "input": items})
+    assert answer.status_code == 200, answer.text
+    assert '<|im_start|>assistant\n{}\nNo.\n{"tool_calls": ' in prompt_of(generator)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

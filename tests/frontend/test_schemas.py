@@ -123,6 +123,28 @@ def test_messages() -> None:
     )
 
 
+def test_refusals_are_what_the_assistant_has_said() -> None:
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    request = chat(
+        messages=[
+            {"role": "assistant", "content": None, "refusal": "No."},
+            {"role": "user", "content": "a", "refusal": None},
+            {"role": "assistant", "content": parts},
+            {"role": "user", "content": "b"},
+            {"role": "assistant", "content": "Well.", "refusal": "No.", "parsed": {"any": ["thing"]}},
+        ]
+    )
+    assert [message.content for message in request.messages] == ["No.", "a", "Well.\nNo.", "b", "Well.\nNo."]
+    for message, param in (
+        ({"content": parts}, "messages[0].content[1].type"),
+        ({"content": "a", "refusal": "No."}, "messages[0].refusal"),
+        ({"content": "a", "parsed": {}}, "messages[0].parsed"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            chat(messages=[{"role": "user", **message}])
+        assert caught.value.param == param
+
+
 def test_limits_and_stops() -> None:
     assert chat(max_tokens=3).max_tokens == 3
     assert chat(max_tokens=3, max_completion_tokens=4).max_tokens == 4

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from quart import Response
+from quart import Response, request
 from quart_trio import QuartTrio
 
+from ..connection import request_id
 from ..generation import GenerationRequest
 from ..routing import Bodies, caller_of_request, json_answer
 from ..service import CompletionService
@@ -18,6 +19,12 @@ ANTHROPIC_PREFIX: Final = "/v1/messages"
 
 
 def add_anthropic_routes(app: QuartTrio, service: CompletionService, bodies: Bodies) -> None:
+    @app.after_request
+    async def name_request(response: Response) -> Response:
+        if request.path.startswith(ANTHROPIC_PREFIX):  # where Anthropic's client looks for it
+            response.headers["request-id"] = request_id(request)
+        return response
+
     @app.post(ANTHROPIC_PREFIX)
     async def messages() -> Response:
         chat, body = await bodies.parsed(parse_messages)

@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import Final
 
 from .common import ANSWERING, IGNORED_SERVICE, JSON_SCHEMA, LIMIT
-from .shapes import FLAG, JSON_OBJECT, TEXT, Schema, array, described, either, integer, one_of, record, ref
+from .shapes import (
+    FLAG,
+    JSON_OBJECT,
+    PARSED,
+    REFUSAL,
+    TEXT,
+    Schema,
+    array,
+    described,
+    either,
+    integer,
+    one_of,
+    record,
+    ref,
+)
 
 _EMPTY: Final[Schema] = {"type": "array", "maxItems": 0}
 
@@ -71,6 +85,9 @@ SCHEMAS: Final[dict[str, Schema]] = {
             {
                 "role": one_of("assistant"),
                 **_SAID,
+                "content": either(TEXT, array(either(ref("ChatTextPart"), REFUSAL))),
+                "refusal": TEXT,
+                "parsed": PARSED,
                 "tool_calls": array(ref("ChatToolCall")),
                 "reasoning_content": described("What the model thought before it answered.", TEXT),
             },
@@ -88,7 +105,9 @@ SCHEMAS: Final[dict[str, Schema]] = {
             "id": TEXT,
             "type": one_of("function"),
             "index": integer(0, 128),
-            "function": record({"name": TEXT, "arguments": TEXT}, required=("name",)),
+            "function": record(
+                {"name": TEXT, "arguments": TEXT, "parsed_arguments": PARSED}, required=("name",)
+            ),
         },
         required=("id", "function"),
     ),

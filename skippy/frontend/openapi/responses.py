@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Final
 
 from .common import IGNORED_SERVICE, JSON_SCHEMA, LIMIT, SAMPLING
-from .shapes import FLAG, JSON_OBJECT, TEXT, Schema, array, either, integer, one_of, record, ref
+from .shapes import (
+    FLAG,
+    JSON_OBJECT,
+    PARSED,
+    REFUSAL,
+    TEXT,
+    Schema,
+    array,
+    either,
+    integer,
+    one_of,
+    record,
+    ref,
+)
 
 _ITEM: Final[dict[str, Schema]] = {"id": TEXT, "status": one_of("completed", "incomplete", "in_progress")}
 _EMPTY: Final[Schema] = {"type": "array", "maxItems": 0}
@@ -71,7 +84,14 @@ SCHEMAS: Final[dict[str, Schema]] = {
             required=("role", "content"),
         ),
         record(
-            {**_ITEM, "type": one_of("function_call"), "call_id": TEXT, "name": TEXT, "arguments": TEXT},
+            {
+                **_ITEM,
+                "type": one_of("function_call"),
+                "call_id": TEXT,
+                "name": TEXT,
+                "arguments": TEXT,
+                "parsed_arguments": PARSED,
+            },
             required=("type", "call_id", "name", "arguments"),
         ),
         record(
@@ -95,14 +115,18 @@ SCHEMAS: Final[dict[str, Schema]] = {
             required=("type", "call_id", "output"),
         ),
     ),
-    "ResponsesPart": record(
-        {
-            "type": one_of("input_text", "output_text", "text"),
-            "text": TEXT,
-            "annotations": _EMPTY,
-            "logprobs": array(JSON_OBJECT),
-        },
-        required=("type", "text"),
+    "ResponsesPart": either(
+        record(
+            {
+                "type": one_of("input_text", "output_text", "text"),
+                "text": TEXT,
+                "annotations": _EMPTY,
+                "logprobs": array(JSON_OBJECT),
+                "parsed": PARSED,
+            },
+            required=("type", "text"),
+        ),
+        REFUSAL,
     ),
     "ResponsesTool": record(
         {

@@ -61,3 +61,7 @@ def answer(properties: dict[str, Schema]) -> Schema:
 
 def described(text: str, schema: Schema) -> Schema:
     return {"description": text, **schema}
+
+
+PARSED: Schema = described("What OpenAI's client has made of a text; not looked at.", {})
+REFUSAL: Schema = record({"type": one_of("refusal"), "refusal": TEXT}, required=("type", "refusal"))

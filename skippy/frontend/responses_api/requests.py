@@ -157,6 +157,7 @@ def _item(fields: Fields, body: ChatBody) -> None:
     if kind == "message":
         _message(fields, body, origin)
     elif kind == "function_call":
+        fields.get("parsed_arguments")  # what OpenAI's client has made of them
         call = {
             "id": required_text(fields, "call_id"),
             "type": "function",
@@ -218,12 +219,18 @@ def _thought(fields: Fields) -> str:
 
 
 def _part(fields: Fields) -> str:
-    if fields.text("type") not in ("input_text", "output_text", "text"):
-        raise fields.other_type("only input_text and output_text parts are taken")
-    text = required_text(fields, "text")
-    # Of what a response said: annotations there are none, and probabilities change no prompt.
-    fields.accept_only("annotations", ([],), "text has no annotations here")
-    fields.array("logprobs")
+    kind = fields.text("type")
+    if kind == "refusal":
+        text = required_text(fields, "refusal")
+    elif kind in ("input_text", "output_text", "text"):
+        text = required_text(fields, "text")
+        # Of what a response said: annotations there are none, probabilities change no prompt, nor does what
+        # OpenAI's client has made of the text.
+        fields.accept_only("annotations", ([],), "text has no annotations here")
+        fields.array("logprobs")
+        fields.get("parsed")
+    else:
+        raise fields.other_type("only input_text, output_text and refusal parts are taken")
     fields.refuse_unknown()
     return text
 
