@@ -15,7 +15,7 @@ class ModelError(Exception):
     """Base of everything this package raises about a model file, a slice or the slice cache."""
 
 
-class _AtPath(ModelError):
+class AtPathError(ModelError):
     """Something is wrong with a file or a folder.
 
     Attributes:
@@ -29,7 +29,7 @@ class _AtPath(ModelError):
         self.message = message
 
 
-class GGUFError(_AtPath):
+class GGUFError(AtPathError):
     """A file is missing, unreadable, damaged, or not a GGUF this version reads."""
 
 
@@ -37,7 +37,7 @@ class PackageError(GGUFError):
     """A layer package whose manifest or parts are wrong or contradict each other; ``path`` is at fault."""
 
 
-class CheckpointError(_AtPath):
+class CheckpointError(AtPathError):
     """A checkpoint folder, or a file in it, is incomplete, damaged, or of a kind that is not converted."""
 
 

@@ -8,7 +8,6 @@ format asks.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -18,9 +17,10 @@ from typing import Any, NoReturn
 
 import attrs
 
-from skippy.models.errors import GGUFError, PackageError, show
-from skippy.models.reading import FileStamp, open_regular
+from skippy.models.errors import PackageError, show
+from skippy.models.reading import FileStamp
 from skippy.models.slicer import combined_sha256
+from skippy.models.texts import parse_object, read_bytes
 
 MANIFEST = "model-package.json"
 SCHEMA_VERSION = 1
@@ -28,6 +28,7 @@ ABI = (0, 1, 0)
 """What packages are written as; of another major, or a later minor version they are not read."""
 MAX_MANIFEST = 2 << 20  # bytes; a hundred layers take some 30 KiB
 MAX_LAYERS = 1 << 16
+MAX_MODEL_ID = 512  # characters
 MAX_COUNT = (1 << 63) - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})")
@@ -105,12 +106,8 @@ class Manifest:
             PackageError: it is missing, too large, no manifest of this version, or contradicts itself.
         """
         path = Path(folder) / MANIFEST
-        raw = _read_bounded(path)
-        try:
-            value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
-        except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-            raise PackageError(path, f"is not JSON: {reason}") from None
+        raw = read_bytes(path, MAX_MANIFEST, PackageError)
+        value = parse_object(path, raw, "the file", PackageError)
         return _manifest(path, hashlib.sha256(raw).hexdigest(), _Fields(path, "the manifest", value))
 
     def fail(self, message: str) -> NoReturn:
@@ -149,29 +146,6 @@ class Manifest:
 def is_package(path: str | os.PathLike[str]) -> bool:
     """Whether a folder says it is a package."""
     return (Path(path) / MANIFEST).exists()
-
-
-def _read_bounded(path: Path) -> bytes:
-    try:
-        fd = open_regular(path)
-    except GGUFError as error:
-        raise PackageError(path, error.message) from error
-    with os.fdopen(fd, "rb") as file:
-        raw = file.read(MAX_MANIFEST + 1)
-    if len(raw) > MAX_MANIFEST:
-        raise PackageError(path, f"has over {MAX_MANIFEST} bytes, which is the limit for a manifest")
-    return raw
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key occurs twice in an object")
-    return value
-
-
-def _constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON number")
 
 
 class _Fields:
@@ -289,7 +263,7 @@ def _manifest(path: Path, sha256: str, fields: _Fields) -> Manifest:
     manifest = Manifest(
         path=path,
         sha256=sha256,
-        model_id=fields.need("model_id"),
+        model_id=_model_id(fields),
         layer_count=layer_count,
         activation_width=fields.number("activation_width", 1) if fields.has("activation_width") else None,
         source_sha256=sha256_of_source,
@@ -300,11 +274,20 @@ def _manifest(path: Path, sha256: str, fields: _Fields) -> Manifest:
         layers=_layers(fields, layer_count),
         projectors=tuple(_projectors(fields)),
     )
-    paths = [part.path for part in (*manifest.parts, *manifest.projectors)]
-    twice = {path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else set()
-    if twice:
-        fields.fail(f"{show(min(twice))} is the path of two parts")
+    seen: set[str] = set()
+    for part in (*manifest.parts, *manifest.projectors):
+        if part.path in seen:
+            fields.fail(f"{show(part.path)} is the path of two parts")
+        seen.add(part.path)
     return manifest
+
+
+def _model_id(fields: _Fields) -> str:
+    """A name that goes into answers, logs and terminals."""
+    name = fields.need("model_id")
+    if len(name) > MAX_MODEL_ID or not name.isprintable():
+        fields.fail(f"model_id is {show(name)}, must be printable and at most {MAX_MODEL_ID} characters")
+    return name
 
 
 def _check_abi(fields: _Fields) -> None:

@@ -73,9 +73,15 @@ class Package:
             tensors = _inventory(manifest, part)
             _agree(part, tensors)
         else:
-            tensors = dict(part.tensors)
+            tensors = {}
             for artifact in manifest.parts:
-                tensors = {**_read_part(manifest, artifact, None).tensors, **tensors}
+                own = part if artifact is manifest.metadata else _read_part(manifest, artifact, None)
+                twice = next((name for name in own.tensors if name in tensors), None)
+                if twice is not None:
+                    manifest.fail(f"has tensor {show(twice)} in {artifact.path} and in another part")
+                tensors |= own.tensors
+                if len(tensors) > MAX_TENSORS:
+                    manifest.fail(f"has over {MAX_TENSORS} tensors, which is the limit")
         header = attrs.evolve(
             part,
             path=Path(folder),
@@ -144,11 +150,14 @@ def _agree(part: GGUFHeader, listed: Mapping[str, TensorInfo]) -> None:
     here = {t.name for t in listed.values() if t.file.path == part.path}
     for name in (*part.tensors, *here):
         mine, its = part.tensors.get(name), listed.get(name)
-        if mine is None or its is None or (mine.dims, mine.type) != (its.dims, its.type):
+        elsewhere = its is not None and its.file.path != part.path
+        if mine is None or its is None or elsewhere or (mine.dims, mine.type) != (its.dims, its.type):
             words = [
                 "does not have it" if tensor is None else f"has {tensor.type_name} {list(tensor.dims)}"
                 for tensor in (mine, its)
             ]
+            if elsewhere:
+                words[1] = "has it in another part"
             raise PackageError(
                 part.path, f"tensor {show(name)}: this part {words[0]}, the package's list {words[1]}"
             )
@@ -174,19 +183,19 @@ def _read_part(manifest: Manifest, artifact: Artifact, verify: Verify | None) ->
             f"has {count} tensors of {size} bytes, the manifest says {artifact.tensor_count} of "
             f"{artifact.tensor_bytes}",
         )
-    for name in header.tensors:
-        _check_place(manifest, artifact, stamp.path, name)
+    _check_places(manifest, artifact, header)
     return header
 
 
-def _check_place(manifest: Manifest, artifact: Artifact, path: Path, name: str) -> None:
+def _check_places(manifest: Manifest, artifact: Artifact, part: GGUFHeader) -> None:
     """A layer's part has that layer alone, and the shared ones have none of the model's layers."""
-    place = split_layer_name(name)
-    index = None if place is None or place[0] >= manifest.layer_count else place[0]
     expected = next((i for i, layer in manifest.layers.items() if layer is artifact), None)
-    if index != expected:
-        whose = "what stages share" if expected is None else f"layer {expected}"
-        raise PackageError(path, f"has tensor {show(name)}, but is the part with {whose}")
+    for name in part.tensors:
+        place = split_layer_name(name)
+        index = None if place is None or place[0] >= manifest.layer_count else place[0]
+        if index != expected:
+            whose = "what stages share" if expected is None else f"layer {expected}"
+            raise PackageError(part.path, f"has tensor {show(name)}, but is the part with {whose}")
 
 
 def _inventory(manifest: Manifest, part: GGUFHeader) -> dict[str, TensorInfo]:

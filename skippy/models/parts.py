@@ -56,6 +56,7 @@ def _read_parts(given: GGUFHeader, count: int) -> GGUFHeader:
     if own < 0:
         raise GGUFError(path, f"is no file of its model, whose {count} files are numbered from 00001")
     parts: list[GGUFHeader] = []
+    tensors: dict[str, TensorInfo] = {}
     for index, name in enumerate(names):
         if index == own:
             part = given
@@ -65,7 +66,7 @@ def _read_parts(given: GGUFHeader, count: int) -> GGUFHeader:
             part = GGUFHeader.read(path.parent / name)
         _check_part(part, index, count, parts[0] if parts else part)
         parts.append(part)
-    tensors = _all_tensors(parts)
+        _add_tensors(tensors, part)
     first = parts[0]
     expected = first.count(TENSORS, len(tensors))
     if expected != len(tensors):
@@ -93,20 +94,15 @@ def _check_part(part: GGUFHeader, index: int, count: int, first: GGUFHeader) -> 
             )
 
 
-def _all_tensors(parts: list[GGUFHeader]) -> dict[str, TensorInfo]:
-    tensors: dict[str, TensorInfo] = {}
-    for part in parts:
-        for name, tensor in part.tensors.items():
-            if name in tensors:
-                raise GGUFError(
-                    part.path, f"has tensor {show(name)}, which {tensors[name].file.path.name} has, too"
-                )
-            tensors[name] = tensor
-        if len(tensors) > MAX_TENSORS:
+def _add_tensors(tensors: dict[str, TensorInfo], part: GGUFHeader) -> None:
+    for name, tensor in part.tensors.items():
+        if name in tensors:
             raise GGUFError(
-                part.path, f"with it the model has over {MAX_TENSORS} tensors, which is the limit"
+                part.path, f"has tensor {show(name)}, which {tensors[name].file.path.name} has, too"
             )
-    return tensors
+        tensors[name] = tensor
+    if len(tensors) > MAX_TENSORS:
+        raise GGUFError(part.path, f"with it the model has over {MAX_TENSORS} tensors, which is the limit")
 
 
 def _refuse_strays(path: Path, count: int) -> None:

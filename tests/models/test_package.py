@@ -234,6 +234,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"format": "x"}, "format is 'x', expected 'layer-package'"),
     ({"model_id": " "}, "model_id is blank"),
     ({"model_id": None}, "model_id is missing"),
+    ({"model_id": "a\x1b[2J"}, r"model_id is 'a\\x1b\[2J', must be printable and at most 512 characters"),
+    ({"model_id": "a\udc80"}, "must be printable"),
     ({"skippy_abi_version": "1.0.0"}, "skippy_abi_version is 1.0.0, this version reads 0.0 to 0.1"),
     ({"skippy_abi_version": "0.2.0"}, "skippy_abi_version is 0.2.0"),
     ({"skippy_abi_version": "0.1"}, "expected three numbers"),
@@ -283,14 +285,14 @@ def test_wrong_manifests_are_refused(
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "is not JSON"),
-        (b"[]", "the manifest is a list, expected an object"),
-        (b"\xff", "is not JSON"),
-        (b'{"format": NaN}', "NaN is no JSON number"),
-        (b'{"a": 1, "a": 2}', "a key occurs twice"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"schema_version": ' + b"1" * 10_000 + b"}", "is not JSON"),
-        (b" " * (2 << 20) + b"{}", "has over 2097152 bytes"),
+        (b"", "is not valid JSON"),
+        (b"[]", "is not a JSON object"),
+        (b"\xff", "is not UTF-8"),
+        (b'{"format": NaN}', "NaN is not a JSON number"),
+        (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"schema_version": ' + b"1" * 10_000 + b"}", "is not valid JSON"),
+        (b" " * (2 << 20) + b"{}", "has 2097154 bytes, at most 2097152 are read"),
     ],
 )
 def test_files_that_are_no_manifest(package: Path, raw: bytes, message: str) -> None:

@@ -14,13 +14,16 @@ import attrs
 from skippy.models.errors import CheckpointError, show
 from skippy.models.manifest import MANIFEST
 from skippy.models.reading import Sources
+from skippy.models.texts import read_bytes, read_object
 
-from .safetensors import StoredTensor, read_header
-from .texts import MAX_CONFIG, MAX_INDEX, MAX_TOKENIZER, read_bytes, read_object
+from .safetensors import MAX_TENSORS, StoredTensor, read_header
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+MAX_CONFIG: Final = 1 << 20  # bytes; real ones have a few thousand
+MAX_TOKENIZER: Final = 64 << 20  # bytes; the largest real ones have some 35 million
+MAX_INDEX: Final = 16 << 20  # bytes; the largest real ones have some 10 million
 TEXTS: Final[Mapping[str, int]] = {
     CONFIG: MAX_CONFIG,
     "tokenizer_config.json": MAX_CONFIG * 4,  # lists added tokens, and has the chat template
@@ -69,7 +72,7 @@ class Checkpoint:
             file = folder / name
             if file.is_file() and file.stat().st_size > limit:
                 raise CheckpointError(file, f"has {file.stat().st_size} bytes, at most {limit} are read")
-        config = read_object(folder / CONFIG, MAX_CONFIG)
+        config = read_object(folder / CONFIG, MAX_CONFIG, CheckpointError)
         if (folder / INDEX).is_file():
             tensors = _read_shards(folder)
         elif (folder / WEIGHTS).is_file():
@@ -92,7 +95,7 @@ class Checkpoint:
         digest = hashlib.sha256(b"skippy checkpoint 1\0")
         for file in self.texts():
             digest.update(f"{file.name}\0".encode())
-            digest.update(hashlib.sha256(read_bytes(file, TEXTS[file.name])).digest())
+            digest.update(hashlib.sha256(read_bytes(file, TEXTS[file.name], CheckpointError)).digest())
         with Reader() as reader:
             for name, tensor in sorted(self.tensors.items()):
                 digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
@@ -111,7 +114,7 @@ def _samples(size: int) -> Iterator[tuple[int, int]]:
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
-    names = read_object(index, MAX_INDEX).get("weight_map")
+    names = read_object(index, MAX_INDEX, CheckpointError).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(index, "damaged: weight_map must give a file for each tensor")
     files = sorted(set(names.values()))
@@ -124,8 +127,14 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
             )
         if not (folder / file).is_file():
             raise CheckpointError(index, f"shard {show(file)} is missing")
+    shards: dict[str, Mapping[str, StoredTensor]] = {}
+    count = 0
+    for file in files:
+        shards[file] = read_header(folder / file)
+        count += len(shards[file])
+        if count > MAX_TENSORS:
+            raise CheckpointError(index, f"names files with over {MAX_TENSORS} tensors, which is the limit")
     tensors: dict[str, StoredTensor] = {}
-    shards = {file: read_header(folder / file) for file in files}
     for name, file in names.items():
         if name not in shards[file]:
             raise CheckpointError(

@@ -16,11 +16,10 @@ import attrs
 
 from skippy.models.errors import CheckpointError, show
 from skippy.models.reading import FileStamp, open_regular
-
-from .texts import parse_object
+from skippy.models.texts import parse_object
 
 MAX_HEADER: Final = 16 << 20  # bytes; shards with 10 000 tensors have some 2 million
-MAX_TENSORS: Final = 1 << 16  # in one file
+MAX_TENSORS: Final = 1 << 17  # in a checkpoint; the largest real ones (experts stored apart) have some 90 000
 MAX_NAME: Final = 512  # characters
 MAX_DIMENSIONS: Final = 8
 
@@ -84,7 +83,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         start, text = _header_text(stamp, fd)
     finally:
         os.close(fd)
-    entries = parse_object(path, text, "the header")
+    entries = parse_object(path, text, "the header", CheckpointError)
     entries.pop("__metadata__", None)
     if len(entries) > MAX_TENSORS:
         raise CheckpointError(path, f"the header lists {len(entries)} tensors, the limit is {MAX_TENSORS}")

@@ -14,10 +14,10 @@ from typing import Any, Final, NoReturn
 from gguf import GGUFValueType, SpecialVocab, TokenType
 
 from skippy.models.errors import CheckpointError, show
+from skippy.models.texts import read_bytes, read_object
 
 from .folder import TEXTS, Checkpoint
 from .sentencepiece import read_pieces
-from .texts import read_bytes, read_object
 
 Fail = Callable[[str], NoReturn]
 Metadata = dict[str, tuple[GGUFValueType, Any]]
@@ -62,7 +62,7 @@ def read_vocabulary(checkpoint: Checkpoint, size: int) -> Metadata:
 
 def _optional(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     path = checkpoint.folder / name
-    return read_object(path, TEXTS[name]) if path.is_file() else {}
+    return read_object(path, TEXTS[name], CheckpointError) if path.is_file() else {}
 
 
 def _texts(model: str, pre: str, tokens: list[Any], kinds: list[int]) -> Metadata:
@@ -81,7 +81,9 @@ def _pads(size: int) -> list[Any]:
 def _sentencepiece(checkpoint: Checkpoint, size: int) -> Metadata:
     path = checkpoint.folder / "tokenizer.model"
     tokens, scores, kinds = _pads(size), [_PAD_SCORE] * size, [int(TokenType.UNUSED)] * size
-    for index, piece in enumerate(read_pieces(path, read_bytes(path, TEXTS[path.name]))[:size]):
+    for index, piece in enumerate(
+        read_pieces(path, read_bytes(path, TEXTS[path.name], CheckpointError))[:size]
+    ):
         user_defined = piece.kind == TokenType.USER_DEFINED  # normal ones, says the converter
         tokens[index], scores[index] = piece.text, piece.score
         kinds[index] = int(TokenType.NORMAL) if user_defined else piece.kind
@@ -127,7 +129,7 @@ def _added_decoder(checkpoint: Checkpoint, added: Any) -> Iterator[tuple[int, st
 
 def _tokenizer_json(checkpoint: Checkpoint, size: int) -> Metadata:
     path = checkpoint.folder / "tokenizer.json"
-    tokenizer = read_object(path, TEXTS[path.name])
+    tokenizer = read_object(path, TEXTS[path.name], CheckpointError)
 
     def fail(message: str) -> NoReturn:
         raise CheckpointError(path, message)
