@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from skippy.models.cache import default_cache_dir, file_digest
 from skippy.models.errors import HubError, show
 from skippy.models.gguf import GGUFHeader
-from skippy.models.manifest import MANIFEST, Artifact, Manifest
+from skippy.models.manifest import MANIFEST, MAX_MANIFEST, Artifact, Manifest, unsafe_path
 from skippy.models.package import INVENTORY, Package
 from skippy.models.parts import part_names
 from skippy.models.plan import plan_slice
+from skippy.models.reading import FileStamp
 from skippy.models.store import Progress
 
 if TYPE_CHECKING:
@@ -35,7 +37,13 @@ TIMEOUT_SECS = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _LISTED = 20  # file names in an error text
+_HINTS = {
+    401: "; a token may be needed (HF_TOKEN)",
+    403: "; the token (HF_TOKEN) may lack the permission",
+    429: "; try again in a while, or with a token (HF_TOKEN)",
+}
 
 
 def is_reference(text: str | os.PathLike[str]) -> bool:
@@ -99,6 +107,10 @@ def fetch(text: str, layers: tuple[int, int] | None = None, progress: Progress |
     and the parts that ``layers`` need, or all of them. Blocks; safe from any thread. ``progress`` is called
     with ``"download"``; an exception in it ends the download. A broken connection is taken up where it was.
 
+    What comes is never more than the hub or the manifest has announced, and a GGUF model's files are compared
+    with the SHA-256 that the hub has of large files, once for each state of them; a package's parts are when
+    they are loaded.
+
     Raises:
         HubError: no such repository, revision or file; several models and none named; no permission; the hub
             cannot be reached and the files are not here. The text says what to do.
@@ -107,26 +119,44 @@ def fetch(text: str, layers: tuple[int, int] | None = None, progress: Progress |
     reference = HubReference.parse(text)
     snapshot = _look_up(reference)
 
-    def get(name: str) -> Path:
-        return _download(reference, snapshot, name, progress)
+    def get(name: str, limit: int | None = None) -> Path:
+        return _download(reference, snapshot, name, progress, limit)
 
     if reference.file is None and MANIFEST in snapshot.files:
         return _fetch_package(get, layers)
     paths = [get(name) for name in _gguf_files(reference, snapshot)]
+    for path in paths:
+        _compare(reference, path, progress)
     return paths[0]
 
 
-def _fetch_package(get: Callable[[str], Path], layers: tuple[int, int] | None) -> Path:
-    folder = get(MANIFEST).parent
+def _compare(reference: HubReference, path: Path, progress: Progress | None) -> None:
+    """Whether a file is the one that its name in the cache says: the library does not look."""
+    kept_as = Path(os.path.realpath(path))
+    if not _SHA256.fullmatch(kept_as.name):
+        return  # a small file, whose digest is git's
+    stamp = FileStamp.of(path, os.stat(path))
+    digest = file_digest(stamp, default_cache_dir() / "hashes", progress)
+    if digest != kept_as.name:
+        kept_as.unlink(missing_ok=True)
+        raise HubError(
+            str(reference),
+            f"{path.name} has come with the SHA-256 {digest} instead of {kept_as.name}, and was removed; "
+            "try again",
+        )
+
+
+def _fetch_package(get: Callable[[str, int], Path], layers: tuple[int, int] | None) -> Path:
+    folder = get(MANIFEST, MAX_MANIFEST).parent
     manifest = Manifest.read(folder)
-    metadata = get(manifest.metadata.path)
+    metadata = get(manifest.metadata.path, manifest.metadata.artifact_bytes)
     parts: Iterable[Artifact] = manifest.parts
     if layers is not None and any(key.startswith(INVENTORY) for key in GGUFHeader.read(metadata).metadata):
         package = Package.open(folder)
         plan = plan_slice(package.header, *layers)
         parts = package.needed(tensor.source for tensor in plan.tensors if tensor.source is not None)
     for part in parts:
-        get(part.path)
+        get(part.path, part.artifact_bytes)
     return folder
 
 
@@ -190,20 +220,20 @@ def _look_up(reference: HubReference) -> _Snapshot:
         return here
     if not info.sha or not _COMMIT.fullmatch(info.sha):
         raise HubError(str(reference), "the hub does not say which commit it is")
-    files = frozenset(sibling.rfilename for sibling in info.siblings or ())
+    names = (sibling.rfilename for sibling in info.siblings or ())
+    files = frozenset(name for name in names if unsafe_path(name) is None)
     return _Snapshot(info.sha, files, None)
 
 
 def _cached(reference: HubReference, offline: str | None) -> _Snapshot | None:
     """What was fetched of a revision before."""
-    repo = _cache_dir() / f"models--{reference.repo.replace('/', '--')}"
     commit = reference.revision
     if not _COMMIT.fullmatch(commit):
         try:
-            commit = (repo / "refs" / commit).read_text("ascii").strip()
+            commit = _ref_of(reference).read_text("ascii").strip()
         except (OSError, UnicodeDecodeError):
             return None
-    folder = repo / "snapshots" / commit
+    folder = _folder_of(reference, commit)
     if not _COMMIT.fullmatch(commit) or not folder.is_dir():
         return None
     files = frozenset(
@@ -214,7 +244,9 @@ def _cached(reference: HubReference, offline: str | None) -> _Snapshot | None:
     return _Snapshot(commit, files, offline)
 
 
-def _download(reference: HubReference, snapshot: _Snapshot, name: str, progress: Progress | None) -> Path:
+def _download(
+    reference: HubReference, snapshot: _Snapshot, name: str, progress: Progress | None, limit: int | None
+) -> Path:
     if snapshot.offline is not None and name not in snapshot.files:
         raise HubError(
             str(reference),
@@ -229,8 +261,10 @@ def _download(reference: HubReference, snapshot: _Snapshot, name: str, progress:
             endpoint=_endpoint(),
             etag_timeout=TIMEOUT_SECS,
             local_files_only=snapshot.offline is not None,
-            tqdm_class=_bar(progress),
+            tqdm_class=_bar(reference, name, progress, limit),
         )
+    if Path(path) != _folder_of(reference, snapshot.commit) / name:
+        raise HubError(str(reference), f"the hub has sent {name} of another commit than {snapshot.commit}")
     _remember(reference, snapshot)
     return Path(path)
 
@@ -239,13 +273,26 @@ def _remember(reference: HubReference, snapshot: _Snapshot) -> None:
     """Which commit a branch or tag was, for times without a network; as the library keeps it."""
     if snapshot.offline is not None or _COMMIT.fullmatch(reference.revision):
         return
-    ref = _cache_dir() / f"models--{reference.repo.replace('/', '--')}" / "refs" / reference.revision
+    ref = _ref_of(reference)
     try:
         if not ref.exists() or ref.read_text("ascii") != snapshot.commit:
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(snapshot.commit, "ascii")
     except OSError:
         pass  # only offline starts will miss it
+
+
+def _repo_of(reference: HubReference) -> Path:
+    """Where the library keeps a repository."""
+    return _cache_dir() / f"models--{reference.repo.replace('/', '--')}"
+
+
+def _folder_of(reference: HubReference, commit: str) -> Path:
+    return _repo_of(reference) / "snapshots" / commit
+
+
+def _ref_of(reference: HubReference) -> Path:
+    return _repo_of(reference) / "refs" / reference.revision
 
 
 @contextmanager
@@ -265,15 +312,25 @@ def _explained(reference: HubReference) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         raise HubError(str(reference), f"no such revision in {reference.repo}") from error
     except errors.LocalEntryNotFoundError as error:
-        raise HubError(str(reference), _unreachable("a file is not in the cache")) from error
+        raise HubError(str(reference), _unreachable(_first_line(error.__cause__ or error))) from error
     except errors.EntryNotFoundError as error:
         raise HubError(str(reference), f"no such file: {_first_line(error)}") from error
     except errors.OfflineModeIsEnabled as error:
         raise HubError(str(reference), _unreachable("HF_HUB_OFFLINE is set")) from error
     except errors.HfHubHTTPError as error:
-        raise HubError(str(reference), f"the hub answered {_first_line(error)}") from error
-    except (errors.HTTPError, OSError) as error:
+        hint = _HINTS.get(getattr(error.response, "status_code", 0), "")
+        raise HubError(str(reference), f"the hub answered {_first_line(error)}{hint}") from error
+    except (errors.HTTPError, ConnectionError, TimeoutError) as error:
         raise HubError(str(reference), _unreachable(_first_line(error))) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise HubError(
+                str(reference),
+                f"cannot be kept in {_cache_dir()}: {error.strerror}; {CACHE} names another folder",
+            ) from error
+        raise HubError(str(reference), f"was not sent as announced: {_first_line(error)}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise HubError(str(reference), f"the hub does not make sense: {_first_line(error)}") from error
 
 
 def _is_answer(errors: ModuleType, error: BaseException | None) -> bool:
@@ -313,18 +370,24 @@ def _library() -> Any:
     return huggingface_hub
 
 
-def _bar(progress: Progress | None) -> type:
-    """What the library draws progress with, as a class that calls ``progress``."""
+def _bar(reference: HubReference, name: str, progress: Progress | None, limit: int | None) -> type:
+    """What the library draws progress with, as a class that calls ``progress``, and ends what is too long."""
 
     class Bar:
         def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
             self.total, self.n = total, initial
+            self.check(total or 0)
+
+        def check(self, size: int) -> None:
+            most = limit if self.total is None else self.total if limit is None else min(limit, self.total)
+            if most is not None and size > most:
+                raise HubError(str(reference), f"{name} has at least {size} bytes, announced are {most}")
 
         def update(self, count: float | None = 1) -> None:
             self.n += int(count or 0)
+            self.check(self.n)
             if progress is not None:
-                total = max(int(self.total or 0), self.n)
-                progress("download", self.n, total)
+                progress("download", self.n, max(int(self.total or 0), self.n))
 
         def refresh(self, *_: object, **__: object) -> None: ...
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from skippy.models.errors import CutError, GGUFError
+from skippy.models.errors import CutError, GGUFError, show
 from skippy.models.families import BEHIND, Family, Indexer, Lead
-from skippy.models.gguf import GGUFHeader, LazyArray, Scalar
+from skippy.models.gguf import GGUFHeader, LazyArray, Scalar, ValueType
 
 LEADING_COUNTS = ("leading_dense_block_count", "hash_layer_count")
 """Numbers of layers at the beginning that are unlike the others."""
@@ -193,9 +193,18 @@ def kinds_of(header: GGUFHeader, family: Family, count: int) -> list[Kinds]:
 
 
 def per_layer(header: GGUFHeader, key: str, count: int) -> list[Scalar] | None:
-    """The first ``count`` entries of a metadata array; None where there is none, or it is shorter."""
+    """The first ``count`` entries of an array of integers; None where there is none, or it is shorter.
+
+    Raises:
+        GGUFError: an array of something else.
+    """
     value = header.value(key)
-    if not isinstance(value, LazyArray) or len(value) < count:
+    if not isinstance(value, LazyArray):
+        return None
+    if value.element_type in (ValueType.STRING, ValueType.FLOAT32, ValueType.FLOAT64):
+        kind = value.element_type.name
+        raise GGUFError(header.path, f"damaged: {show(key)} is an array of {kind}, not of integers")
+    if len(value) < count:
         return None
     return list(itertools.islice(value, count))
 

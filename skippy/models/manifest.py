@@ -208,7 +208,7 @@ class _Fields:
 
     def artifact(self) -> Artifact:
         path = self.need("path")
-        problem = _unsafe(path)
+        problem = unsafe_path(path)
         if problem:
             self.fail(f"{self.name('path')} is {show(path)}: {problem}")
         part = Artifact(
@@ -233,7 +233,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _unsafe(path: str) -> str | None:
+def unsafe_path(path: str) -> str | None:
     """Why a path may not be in a manifest; None if it may."""
     if len(path) > 1024 or not path.isprintable():
         return "it is too long or not printable"

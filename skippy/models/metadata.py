@@ -81,7 +81,7 @@ def plan_metadata(
         elif name in replaced or name.startswith(own):
             continue
         elif name in _IMAGES:
-            if name == "n_deepstack_layers":
+            if name == "n_deepstack_layers" and header.count(key) >= 0:  # raises unless it is a number
                 out.append(entry(key, 0, found.type))
         elif isinstance(found.value, LazyArray) and _is_per_layer(name, found.value, header, prefix):
             out.append(_picked(key, found.value, picks.all))

@@ -238,6 +238,32 @@ def test_texts_that_are_too_large(folder: Path) -> None:
         header_path(folder, cache_dir=folder / "c")
 
 
+def test_templates_that_are_no_templates(folder: Path) -> None:
+    header_path(folder, cache_dir=folder / "c")
+    first = Checkpoint.open(folder).fingerprint()
+    (folder / "chat_template.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(CheckpointError, match="its tokenizer's files are damaged: RecursionError"):
+        header_path(folder, cache_dir=folder / "c")
+    (folder / "chat_template.json").unlink()
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tools.jinja").write_text("{{ messages }}")
+    assert Checkpoint.open(folder).fingerprint() != first
+    os.mkfifo(more / "endless.jinja")
+    with pytest.raises(CheckpointError, match=r"endless\.jinja: is no regular file"):
+        header_path(folder, cache_dir=folder / "c")
+    (more / "endless.jinja").unlink()
+    os.truncate(more / "tools.jinja", 1 << 40)  # a hole
+    with pytest.raises(CheckpointError, match=r"tools\.jinja: has 1099511627776 bytes, at most"):
+        header_path(folder, cache_dir=folder / "c")
+
+
+def test_shards_are_bounded_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skippy.models.checkpoint.folder.MAX_TENSORS", 12)
+    with pytest.raises(CheckpointError, match="names files with over 12 tensors, which is the limit"):
+        Checkpoint.open(folder)
+
+
 def test_a_checkpoint_is_itself_however_it_is_cut_into_files(tmp_path: Path) -> None:
     one = write_checkpoint(tmp_path / "a" / "m", layers=2, width=64, feed_forward=64)
     three = write_checkpoint(tmp_path / "b" / "m", layers=2, width=64, feed_forward=64, shards=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -194,3 +195,98 @@ def test_a_hostile_package_writes_nowhere_else(hub: Hub, package: Path, tmp_path
         fetch("hf://me/evil")
     assert hub.names == ["model-package.json"]
     assert not [name for _, _, names in os.walk(tmp_path) for name in names if name == "evil.gguf"]
+
+
+@pytest.fixture
+def repo(hub: Hub, tmp_path: Path) -> Path:
+    """The folder of a repository with one small model."""
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    write_tiny(folder / "m.gguf", layers=2)
+    hub.publish("me/model", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../evil.gguf", "/evil.gguf", "..\\evil.gguf", "a\0b.gguf", "C:evil.gguf"]
+)
+def test_names_that_lead_elsewhere_are_not_there(hub: Hub, repo: Path, tmp_path: Path, name: str) -> None:
+    hub.listed = [name]
+    assert fetch("hf://me/model").read_bytes() == (repo / "m.gguf").read_bytes()
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "token may be needed"),
+        (403, "may lack the permission"),
+        (429, "try again in a while"),
+        (503, "503"),
+    ],
+)
+def test_a_hub_that_says_no_for_now(hub: Hub, repo: Path, status: int, words: str) -> None:
+    hub.status = status
+    with pytest.raises(HubError, match=f"the hub answered .*{words}"):
+        fetch("hf://me/model")
+    hub.status = None
+    path = fetch("hf://me/model")
+    hub.status = status
+    if status in (429, 503):
+        assert fetch("hf://me/model") == path  # from before
+    else:
+        with pytest.raises(HubError, match=words):
+            fetch("hf://me/model")
+
+
+@pytest.mark.parametrize(
+    "info", [b"{", b"[]", b"[" * 100_000, b'{"id": "a/b", "siblings": [{}]}', b'{"id": "a/b"}']
+)
+def test_a_hub_that_does_not_make_sense(hub: Hub, repo: Path, info: bytes) -> None:
+    hub.info = info
+    with pytest.raises(HubError, match=r"the hub does not (make sense|say which commit it is)"):
+        fetch("hf://me/model")
+
+
+def test_a_file_that_is_not_what_the_hub_says(hub: Hub, repo: Path) -> None:
+    right = (repo / "m.gguf").read_bytes()
+    hub.sent = {"m.gguf": b"x" * len(right)}
+    with pytest.raises(HubError, match="m.gguf has come with the SHA-256 .* and was removed; try again"):
+        fetch("hf://me/model")
+    hub.sent = {}
+    assert fetch("hf://me/model").read_bytes() == right
+    for headers, words in (
+        ({"X-Repo-Commit": "b" * 40}, "the hub has sent m.gguf of another commit than "),
+        ({"X-Repo-Commit": "../../../../evil"}, "the hub does not make sense: "),
+        ({"ETag": None}, "cannot be reached: Distant resource does not have an ETag"),
+    ):
+        shutil.rmtree(os.environ["SKIPPY_HF_PACKAGE_CACHE"], ignore_errors=True)
+        hub.headers = headers
+        with pytest.raises(HubError, match=words):
+            fetch("hf://me/model")
+
+
+def test_no_more_is_taken_than_was_announced(hub: Hub, package: Path) -> None:
+    hub.publish("me/model", package)
+    part, manifest = package / "layers/layer-00002.gguf", package / "model-package.json"
+    size = part.stat().st_size
+    os.truncate(part, size + (11 << 20))
+    with pytest.raises(HubError, match=f"layer-00002.gguf has at least .* bytes, announced are {size}"):
+        fetch("hf://me/model", (2, 3))
+    os.truncate(manifest, 13 << 20)
+    hub.publish("me/model", package)
+    with pytest.raises(HubError, match="model-package.json has at least .* bytes, announced are 2097152"):
+        fetch("hf://me/model", (2, 3))
+    kept = sum(p.stat().st_size for p in Path(os.environ["SKIPPY_HF_PACKAGE_CACHE"]).rglob("*"))
+    assert kept < 11 << 20
+
+
+def test_a_disk_that_takes_nothing(hub: Hub, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+    with pytest.raises(
+        HubError, match="cannot be kept in .*: No space left on device; SKIPPY_HF_PACKAGE_CACHE"
+    ):
+        fetch("hf://me/model")

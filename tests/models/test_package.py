@@ -33,7 +33,9 @@ from skippy.models import (
     write_package,
     write_slice,
 )
+from skippy.models.layout import FilePlan, copied
 from skippy.models.loading import load_mode_of
+from skippy.models.slicer import write_plan
 from tests.support.splitting import split_model
 from tests.support.tiny_models import write_tiny
 
@@ -320,6 +322,25 @@ def test_a_part_with_another_layer_is_refused(package: Path, tmp_path: Path) -> 
     edit(package, {"layers.2.sha256": file_sha256(package / "layers/layer-00001.gguf")})
     with pytest.raises(PackageError, match=r"has tensor 'blk\.1\..*', but is the part with layer 2"):
         ensure_slice(package, 2, 3, cache_dir=tmp_path / "c")
+
+
+def test_a_tensor_in_two_parts_is_refused(package: Path, tmp_path: Path) -> None:
+    """Which of them a stage takes would depend on the order of reading."""
+    parts = [package / f"shared/{name}.gguf" for name in ("embeddings", "output")]
+    source = GGUFHeader.read(parts[0])
+    write_plan(FilePlan(source, (), tuple(copied(t, n) for n, t in source.tensors.items())), parts[1])
+    changed = json.loads((package / "model-package.json").read_text())["shared"]["embeddings"]
+    changed |= {"path": "shared/output.gguf", "sha256": file_sha256(parts[1])}
+    edit(package, {"shared.output": changed | {"artifact_bytes": parts[1].stat().st_size}})
+    with pytest.raises(
+        PackageError, match=r"'token_embd.weight': this part has Q8_0 .* list has it in another part"
+    ):
+        ensure_slice(package, 5, 6, cache_dir=tmp_path / "c")
+    metadata = package / "shared/metadata.gguf"
+    metadata.write_bytes(metadata.read_bytes().replace(b"skippy.package.", b"strange.package"))
+    edit(package, {"shared.metadata.sha256": file_sha256(metadata)})
+    with pytest.raises(PackageError, match=r"'token_embd.weight' in shared/output.gguf and in another part"):
+        ensure_slice(package, 5, 6, cache_dir=tmp_path / "c")
 
 
 def test_a_part_that_contradicts_the_list_is_refused(package: Path, tmp_path: Path) -> None:

@@ -25,6 +25,11 @@ class Hub:
         token: what has to be shown; None: nothing.
         fetched: names of files that were downloaded, in order, with the first byte asked for.
         cut: names of files whose first download breaks in the middle.
+        listed: names that are listed beside those of files that are there.
+        headers: sent with files instead of the right ones; None: left out.
+        sent: bytes that are sent instead of a file's own, under its own digest.
+        status: what everything is answered with; None: as it should be.
+        info: what is said of a repository, instead of what it is.
         url: where it listens.
     """
 
@@ -33,6 +38,11 @@ class Hub:
     token: str | None = None
     fetched: list[tuple[str, int]] = attrs.field(factory=list)
     cut: set[str] = attrs.field(factory=set)
+    listed: list[str] = attrs.field(factory=list)
+    headers: dict[str, str | None] = attrs.field(factory=dict)
+    sent: dict[str, bytes] = attrs.field(factory=dict)
+    status: int | None = None
+    info: bytes | None = None
     url: str = ""
 
     def publish(self, repo: str, folder: Path, revision: str = "main") -> str:
@@ -65,6 +75,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self._answer(body=True)
 
         def _answer(self, *, body: bool) -> None:
+            if hub.status is not None:
+                return self._send(hub.status, {}, b"", body)
             if hub.token is not None and self.headers["Authorization"] != f"Bearer {hub.token}":
                 return self._send(401, {"X-Error-Code": "RepoNotFound"}, b"", body)
             api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/?]+)(?:\?.*)?", self.path)
@@ -77,9 +89,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return self._send(404, {"X-Error-Code": "RevisionNotFound"}, b"", body)
             folder = hub.commits[commit]
             if api:
-                names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+                names = [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()]
+                names = sorted([*names, *hub.listed])
                 info = {"id": match[1], "sha": commit, "siblings": [{"rfilename": name} for name in names]}
-                return self._send(200, {"Content-Type": "application/json"}, json.dumps(info).encode(), body)
+                return self._send(
+                    200, {"Content-Type": "application/json"}, hub.info or json.dumps(info).encode(), body
+                )
             return self._send_file(commit, folder, match[3], body)
 
         def _send_file(self, commit: str, folder: Path, name: str, body: bool) -> None:
@@ -92,6 +107,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
                 "Accept-Ranges": "bytes",
             }
+            data = hub.sent.get(name, data)
+            headers = {key: value for key, value in (headers | hub.headers).items() if value is not None}
             ranged = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
             start = int(ranged[1]) if ranged else 0
             if ranged:
@@ -114,7 +131,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if body:
-                self.wfile.write(data[:stop])
+                with contextlib.suppress(ConnectionError):  # it has had enough
+                    self.wfile.write(data[:stop])
 
     return Handler
 

@@ -35,6 +35,9 @@ TEXTS: Final[Mapping[str, int]] = {
     "merges.txt": MAX_TOKENIZER,
 }
 """Every file beside the weights that conversion reads, with its greatest length."""
+TEMPLATES: Final = "additional_chat_templates"
+"""A folder with more templates, of which each may be as long as :data:`MAX_CONFIG` says."""
+MAX_TEMPLATES: Final = 64
 MAX_SHARDS: Final = 4096
 _SAMPLES: Final = 16
 _SAMPLE: Final = 4096  # bytes
@@ -68,9 +71,8 @@ class Checkpoint:
             CheckpointError: a file is missing, damaged or too large, or the index names what is not there.
         """
         folder = Path(folder)
-        for name, limit in TEXTS.items():
-            file = folder / name
-            if file.is_file() and file.stat().st_size > limit:
+        for file, limit in _texts(folder):
+            if file.stat().st_size > limit:
                 raise CheckpointError(file, f"has {file.stat().st_size} bytes, at most {limit} are read")
         config = read_object(folder / CONFIG, MAX_CONFIG, CheckpointError)
         if (folder / INDEX).is_file():
@@ -81,10 +83,6 @@ class Checkpoint:
             raise CheckpointError(folder, f"has no weights; expected {WEIGHTS} or {INDEX} with its shards")
         return cls(folder, config, tensors)
 
-    def texts(self) -> Iterator[Path]:
-        """The files of :data:`TEXTS` that are there."""
-        return (self.folder / name for name in TEXTS if (self.folder / name).is_file())
-
     def fingerprint(self) -> str:
         """What the checkpoint is, as 64 hex digits: the same on every machine, however it is sharded.
 
@@ -93,15 +91,29 @@ class Checkpoint:
         or merged with an adapter differs in most places.
         """
         digest = hashlib.sha256(b"skippy checkpoint 1\0")
-        for file in self.texts():
+        for file, limit in _texts(self.folder):
             digest.update(f"{file.name}\0".encode())
-            digest.update(hashlib.sha256(read_bytes(file, TEXTS[file.name], CheckpointError)).digest())
+            digest.update(hashlib.sha256(read_bytes(file, limit, CheckpointError)).digest())
         with Reader() as reader:
             for name, tensor in sorted(self.tensors.items()):
                 digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
                 for start, count in _samples(tensor.nbytes):
                     digest.update(reader.read(tensor, start, count))
         return digest.hexdigest()
+
+
+def _texts(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The files beside the weights that are there, each with its greatest length."""
+    for name, limit in TEXTS.items():
+        if (folder / name).is_file():
+            yield folder / name, limit
+    templates = sorted((folder / TEMPLATES).glob("*.jinja"))
+    if len(templates) > MAX_TEMPLATES:
+        raise CheckpointError(folder / TEMPLATES, f"has over {MAX_TEMPLATES} templates, which is the limit")
+    for template in templates:
+        if not template.is_file():
+            raise CheckpointError(template, "is no regular file")
+        yield template, MAX_CONFIG
 
 
 def _samples(size: int) -> Iterator[tuple[int, int]]:

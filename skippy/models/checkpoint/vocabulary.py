@@ -221,7 +221,7 @@ def _special(checkpoint: Checkpoint, size: int, *, merges: bool) -> Metadata:
     """Ids of special tokens, whether they are added, merges and chat template."""
     try:
         found = SpecialVocab(checkpoint.folder, load_merges=merges, n_vocab=size)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OSError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(checkpoint.folder, f"its tokenizer's files are damaged: {reason}") from error
     metadata: Metadata = {}
