@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import numpy.typing as npt
+import openai
 import trio
 
 from skippy.engine.toy_vocabulary import ToyVocabulary
@@ -197,3 +200,25 @@ def chat_body(text: str = "hi", **more: Any) -> dict[str, Any]:
 
 def completion_body(prompt: Any = "hi", **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, **more}
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header of a request that shows an API key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def prompt_of(generator: ScriptedGenerator) -> str:
+    """The last prompt as text, without BOS."""
+    prompt = generator.requests[-1].prompt[1:]
+    return b"".join(generator.vocabulary.piece(token, special=True) for token in prompt).decode()
+
+
+def openai_client(url: str, key: str = "none") -> openai.AsyncOpenAI:
+    """The official client of a server; its HTTP library finds out by itself that it runs under Trio."""
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+def reset(stream: trio.SocketStream) -> None:
+    """Close a connection by a reset."""
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.socket.close()

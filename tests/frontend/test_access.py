@@ -16,15 +16,11 @@ from skippy.frontend.access import AccessPolicy
 from skippy.frontend.errors import ApiError
 from skippy.frontend.options import FrontendOptions
 
-from .support import ScriptedGenerator, chat_body, client, say, serving
+from .support import ScriptedGenerator, bearer, chat_body, client, say, serving
 
 KEYS = ("sk-first", "sk-second")
 CHAT = "/v1/chat/completions"
 PATHS = ["/", "/health", "/readyz", "/v1/models", "/kv", "/nowhere"]
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def access(**options: Any) -> FrontendOptions:

@@ -12,7 +12,7 @@ from anthropic.types import Message
 
 from skippy.frontend.generation import ChainUnavailable, TooManyRequests
 
-from .support import MODEL, ScriptedGenerator, client, say, serving
+from .support import MODEL, ScriptedGenerator, client, prompt_of, say, serving
 
 _MESSAGES: list[anthropic.types.MessageParam] = [{"role": "user", "content": "hi"}]
 
@@ -24,12 +24,6 @@ async def official(generator: ScriptedGenerator) -> AsyncIterator[anthropic.Asyn
         anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=30) as api,
     ):
         yield api
-
-
-def prompt_of(generator: ScriptedGenerator) -> str:
-    """The last prompt as text, without BOS."""
-    prompt = generator.requests[-1].prompt[1:]
-    return b"".join(generator.vocabulary.piece(token, special=True) for token in prompt).decode()
 
 
 async def test_a_whole_message() -> None:

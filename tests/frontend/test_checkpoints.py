@@ -10,10 +10,10 @@ import trio.testing
 
 from skippy.config import KvCacheConfig
 from skippy.kv.entries import Entry
-from skippy.stage.keeping import StageCache
 from tests.frontend.test_restoring import Chain, all_chains, caching_chain, request, settled
 from tests.stage.test_chain import unsplit_tokens
 from tests.stage.test_restores_whole import WholeToy
+from tests.support.cached import cache_of
 
 SYSTEM = [*b"what every request begins with, so it is worth keeping:"]
 STRIDE = 8
@@ -26,19 +26,13 @@ def prompt(tail: str) -> list[int]:
     return [*SYSTEM, *f" {tail * 12}".encode()]
 
 
-def cache_of(chain: Chain, index: int = 0) -> StageCache:
-    cache = chain.cluster.stages[index].context.cache
-    assert cache is not None
-    return cache
-
-
 def states(chain: Chain) -> list[set[int]]:
     """For each stage, how many tokens the states have that it keeps."""
 
     def lengths(entries: list[Entry[Any]]) -> set[int]:
         return {entry.length for entry in entries if entry.state is not None}
 
-    return [lengths(cache_of(chain, i).index.entries()) for i in range(len(chain.cluster.stages))]
+    return [lengths(cache_of(chain.cluster, i).index.entries()) for i in range(len(chain.cluster.stages))]
 
 
 async def ask(chain: Chain, tokens: list[int], cached: int) -> None:
@@ -66,7 +60,7 @@ async def test_where_a_prompt_parts_from_others_every_stage_keeps_its_state(
         await ask(chain, prompt("c"), common)  # which is there, so that the cut is near the end again
         assert all(near in lengths for lengths in states(chain))
         await ask(chain, prompt("d"), common)
-        counters = [cache_of(chain, i).index.counters for i in range(stages)]
+        counters = [cache_of(chain.cluster, i).index.counters for i in range(stages)]
         assert [(each.imports, each.errors) for each in counters] == [(2, 0)] * stages
 
 
@@ -85,7 +79,7 @@ async def test_what_one_stage_has_lost_all_have_again(forgetful: int) -> None:
         common = len(SYSTEM) + 1
         await ask(chain, prompt("a"), 0)
         await ask(chain, prompt("b"), 0)
-        cache = cache_of(chain, forgetful)
+        cache = cache_of(chain.cluster, forgetful)
         for entry in cache.index.entries():
             cache.forget(entry)
         await ask(chain, prompt("c"), 0)
@@ -98,7 +92,7 @@ async def test_what_one_stage_has_lost_all_have_again(forgetful: int) -> None:
 async def test_how_many_states_one_prompt_leaves(limit: int, expected: list[int]) -> None:
     config = attrs.evolve(ON, shared_prefix_record_limit=limit)
     async with caching_chain(1, config=config, make_engine=WholeToy) as chain:
-        cache = cache_of(chain)
+        cache = cache_of(chain.cluster, 0)
         sequence = cache.scheduler.take_sequence()
         assert sequence is not None
         cache.index.add("", range(20), sequence=sequence)
@@ -114,4 +108,4 @@ async def test_how_many_states_one_prompt_leaves(limit: int, expected: list[int]
 async def test_where_any_prefix_is_served_no_prompt_is_cut() -> None:
     async with caching_chain(2, config=ON, chunk=CHUNK) as chain:
         await ask(chain, prompt("a"), 0)
-        assert cache_of(chain).plan_checkpoints("", prompt("b"), 0) == ()
+        assert cache_of(chain.cluster, 0).plan_checkpoints("", prompt("b"), 0) == ()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -19,7 +17,7 @@ from skippy.frontend import clients
 from skippy.frontend.app import create_app
 from skippy.frontend.clients import ClientConnections
 
-from .support import ScriptedGenerator, completion_body, say
+from .support import ScriptedGenerator, completion_body, reset, say
 
 
 @asynccontextmanager
@@ -44,11 +42,6 @@ def post(**fields: object) -> bytes:
         f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         + body
     )
-
-
-def reset(stream: trio.SocketStream) -> None:
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    stream.socket.close()
 
 
 async def test_an_idle_client_that_leaves() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import trio
 from skippy.frontend import clients
 from skippy.frontend.options import FrontendOptions
 
-from .support import MODEL, ScriptedGenerator, Step, chat_body, completion_body, say, serving
+from .support import MODEL, ScriptedGenerator, Step, chat_body, completion_body, reset, say, serving
 
 COMMENT = b": keep-alive\n\n"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -312,11 +311,6 @@ def close(client: trio.SocketStream) -> None:
 
 def half_close_first(client: trio.SocketStream) -> None:
     client.socket.shutdown(socket.SHUT_WR)
-    client.socket.close()
-
-
-def reset(client: trio.SocketStream) -> None:
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.socket.close()
 
 

@@ -19,14 +19,10 @@ from skippy.frontend.lanes import LanePool
 from skippy.frontend.options import FrontendOptions
 from tests.support.cluster import fixed_chunks, toy_cluster
 
-from .support import MODEL, ScriptedGenerator, chat_body, client, completion_body, say, serving
+from .support import MODEL, ScriptedGenerator, bearer, chat_body, client, completion_body, say, serving
 
 CHAT = "/v1/chat/completions"
 KEYS = ("sk-first", "sk-second")
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def endless(*_: Any) -> Any:

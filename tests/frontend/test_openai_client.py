@@ -8,18 +8,13 @@ import trio
 
 from skippy.frontend.generation import ChainUnavailable
 
-from .support import MODEL, ScriptedGenerator, say, serving
+from .support import MODEL, ScriptedGenerator, openai_client, say, serving
 
 _MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
-def asynchronous(url: str) -> openai.AsyncOpenAI:
-    # Its HTTP library finds out by itself that it runs under Trio.
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
-
-
 async def test_async_chat() -> None:
-    async with serving(ScriptedGenerator(say("hello"))) as url, asynchronous(url) as client:
+    async with serving(ScriptedGenerator(say("hello"))) as url, openai_client(url) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         whole = await client.chat.completions.create(model=MODEL, messages=_MESSAGES)
@@ -38,7 +33,7 @@ async def test_async_chat() -> None:
 async def test_async_chat_stream_helper() -> None:
     async with (
         serving(ScriptedGenerator(say("hello"))) as url,
-        asynchronous(url) as client,
+        openai_client(url) as client,
         client.chat.completions.stream(model=MODEL, messages=_MESSAGES) as stream,
     ):
         final = await stream.get_final_completion()
@@ -47,7 +42,7 @@ async def test_async_chat_stream_helper() -> None:
 
 async def test_an_answer_goes_back_into_the_conversation() -> None:
     generator = ScriptedGenerator(say("hello"))
-    async with serving(generator) as url, asynchronous(url) as client:
+    async with serving(generator) as url, openai_client(url) as client:
         create = client.chat.completions.create
         whole = await create(model=MODEL, messages=_MESSAGES)
         async with client.chat.completions.stream(model=MODEL, messages=_MESSAGES) as stream:
@@ -63,7 +58,7 @@ async def test_an_answer_goes_back_into_the_conversation() -> None:
 
 
 async def test_async_completions() -> None:
-    async with serving(ScriptedGenerator(say("hello"))) as url, asynchronous(url) as client:
+    async with serving(ScriptedGenerator(say("hello"))) as url, openai_client(url) as client:
         whole = await client.completions.create(model=MODEL, prompt="x", max_tokens=3)
         assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("hel", "length")
         stream = await client.completions.create(model=MODEL, prompt="x", stop="lo", stream=True)
@@ -72,7 +67,7 @@ async def test_async_completions() -> None:
 
 async def test_typed_exceptions() -> None:
     generator = ScriptedGenerator(say("x"), context_length=30)
-    async with serving(generator) as url, asynchronous(url) as client:
+    async with serving(generator) as url, openai_client(url) as client:
         create = client.chat.completions.create
         with pytest.raises(openai.BadRequestError) as bad:
             await create(model=MODEL, messages=_MESSAGES, n=129)
@@ -94,7 +89,7 @@ async def test_typed_exceptions() -> None:
 
 async def test_error_in_a_stream() -> None:
     generator = ScriptedGenerator(lambda request: [97, ChainUnavailable("stage 1 was lost")])
-    async with serving(generator) as url, asynchronous(url) as client:
+    async with serving(generator) as url, openai_client(url) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=_MESSAGES, stream=True)
         with pytest.raises(openai.APIError, match="stage 1 was lost"):
             async for _ in stream:
@@ -104,7 +99,7 @@ async def test_error_in_a_stream() -> None:
 async def test_closing_a_stream_frees_the_generation() -> None:
     never = trio.Event()
     generator = ScriptedGenerator(lambda request: [97, never])
-    async with serving(generator) as url, asynchronous(url) as client:
+    async with serving(generator) as url, openai_client(url) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=_MESSAGES, stream=True)
         await anext(aiter(stream))
         assert generator.active == 1

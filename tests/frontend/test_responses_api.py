@@ -15,7 +15,7 @@ from skippy.frontend.generation import ChainUnavailable
 from skippy.frontend.options import FrontendOptions
 from skippy.frontend.responses_api.store import ResponseStore, StoredResponse
 
-from .support import MODEL, ScriptedGenerator, client, say, serving
+from .support import MODEL, ScriptedGenerator, client, openai_client, prompt_of, say, serving
 
 
 @contextlib.asynccontextmanager
@@ -24,15 +24,9 @@ async def official(
 ) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving(generator, options) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30) as api,
+        openai_client(url, key) as api,
     ):
         yield api
-
-
-def prompt_of(generator: ScriptedGenerator) -> str:
-    """The last prompt as text, without BOS."""
-    prompt = generator.requests[-1].prompt[1:]
-    return b"".join(generator.vocabulary.piece(token, special=True) for token in prompt).decode()
 
 
 async def test_a_whole_response() -> None:

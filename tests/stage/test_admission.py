@@ -184,9 +184,7 @@ async def test_a_width_alone_is_refused_too() -> None:
 
 
 async def dial(transport: Any, stage: Stage, request: Any) -> Link:
-    return await dial_stage(
-        transport, stage.endpoint, token=None, source_host=None, timeout_secs=5, request=request
-    )
+    return await dial_stage(transport, stage.endpoint, request=request)
 
 
 def bare(kind: MessageKind, **fields: Any) -> bytes:

@@ -44,9 +44,9 @@ from tests.stage.test_chain import (
     unsplit_tokens,
     wait_for_sequences,
 )
-from tests.support.admission import admit_peer, engine_admission, lane_request
+from tests.support.admission import admit_peer, engine_admission
 from tests.support.cluster import toy_cluster, toy_config
-from tests.support.dialing import dial_stage
+from tests.support.dialing import dial_lane, dial_stage
 from tests.support.scripted import scripted_peer
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
@@ -176,9 +176,7 @@ def test_a_reason_is_logged_again_only_when_it_is_new(caplog: pytest.LogCaptureF
 async def test_dialing_names_the_endpoint_and_the_reason(autojump_clock: trio.testing.MockClock) -> None:
     started = trio.current_time()
     with pytest.raises(DownstreamUnavailable, match=r"10\.0\.0\.9:1 did not become ready within 7 s"):
-        await dial_stage(
-            MemoryTransport(), Endpoint("10.0.0.9", 1), token=None, source_host=None, timeout_secs=7
-        )
+        await dial_stage(MemoryTransport(), Endpoint("10.0.0.9", 1), timeout_secs=7)
     assert trio.current_time() - started == pytest.approx(7)
 
 
@@ -191,11 +189,7 @@ async def test_link_tokens_are_asked_for_and_compared(stages: int) -> None:
             for token in (None, b"wrong"):
                 with pytest.raises(DownstreamUnavailable):
                     await dial_stage(
-                        cluster.transport,
-                        cluster.stages[-1].endpoint,
-                        token=token,
-                        source_host=None,
-                        timeout_secs=0.2,
+                        cluster.transport, cluster.stages[-1].endpoint, token=token, timeout_secs=0.2
                     )
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 8)
 
@@ -217,14 +211,7 @@ async def test_an_idle_lane_does_not_outlive_the_chain_below_it() -> None:
                 link.close()
 
             nursery.start_soon(accept_and_close)
-            lane = await dial_stage(
-                transport,
-                stage.endpoint,
-                token=None,
-                source_host=None,
-                timeout_secs=5,
-                request=lane_request(stage),
-            )
+            lane = await dial_lane(stage)
             assert await read_to_end(lane) == b""
         below.close()
 
@@ -234,14 +221,7 @@ async def test_stage_zero_does_not_keep_connections_that_say_nothing(
 ) -> None:
     async with toy_cluster(2, inline=True) as cluster:
         for index, kept in ((0, False), (1, True)):
-            link = await dial_stage(
-                cluster.transport,
-                cluster.stages[index].endpoint,
-                token=None,
-                source_host=None,
-                timeout_secs=5,
-                request=lane_request(cluster.stages[index]),
-            )
+            link = await dial_lane(cluster.stages[index])
             with trio.move_on_after(HANDSHAKE_SECS + 1) as scope:
                 assert await read_to_end(link) == b""
             assert scope.cancelled_caught is kept
@@ -279,14 +259,7 @@ async def test_garbage_closes_its_own_connection_only(name: str, target: int) ->
         async with toy_cluster(3, transport=TcpTransport()) as cluster, generator_over(cluster) as generator:
             async with generator.generate(REQUEST) as stream:
                 tokens = [await stream.__anext__()]
-                link = await dial_stage(
-                    cluster.transport,
-                    cluster.stages[target].endpoint,
-                    token=None,
-                    source_host=None,
-                    timeout_secs=5,
-                    request=lane_request(cluster.stages[target]),
-                )
+                link = await dial_lane(cluster.stages[target])
                 await link.send([GARBAGE[name]])
                 if name == "half a frame":
                     link.close()
@@ -324,14 +297,7 @@ async def test_a_driver_over_the_wire_gets_predictions_on_its_lane(stages: int) 
     expected = unsplit_tokens(PROMPT, 3)
     with trio.fail_after(20):
         async with toy_cluster(stages, transport=TcpTransport()) as cluster:
-            link = await dial_stage(
-                cluster.transport,
-                cluster.first.endpoint,
-                token=None,
-                source_host=None,
-                timeout_secs=5,
-                request=lane_request(cluster.first),
-            )
+            link = await dial_lane(cluster.first)
             replies = ReplyDecoder()
             for _ in range(2):
                 frames = [message(MessageKind.CONFIGURE_GENERATION)]

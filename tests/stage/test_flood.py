@@ -42,9 +42,7 @@ async def test_the_longest_stranger_is_the_one_that_goes(monkeypatch: pytest.Mon
     with trio.fail_after(HANDSHAKE_SECS / 2):
         async with toy_cluster(1, scheme="tcp", options=options, lane_count=1) as cluster:
             endpoint = cluster.first.endpoint
-            admitted = await dial_stage(
-                cluster.transport, endpoint, token=b"secret", source_host=None, timeout_secs=5
-            )
+            admitted = await dial_stage(cluster.transport, endpoint, token=b"secret")
             streams = [await trio.open_tcp_stream(endpoint.host, endpoint.port) for _ in range(3)]
             for stream in streams[:2]:
                 assert await stream.receive_some(1) == b""

@@ -29,7 +29,7 @@ from tests.stage.test_lane_ends import check_serves
 from tests.support.admission import lane_request
 from tests.support.attacks import run_attacks, vectors
 from tests.support.cluster import NO_REPLAY, Cluster, toy_cluster
-from tests.support.dialing import dial_stage
+from tests.support.dialing import dial_lane
 from tests.support.hostile import Target, besieged
 from tests.support.scripted import scripted_peer
 
@@ -125,14 +125,7 @@ async def lane_into_the_last() -> AsyncIterator[tuple[Cluster, Link]]:
     """The last of two toy stages with a prefilled lane, whose Ack is not read yet."""
     async with toy_cluster(2, inline=True, lane_count=1) as cluster:
         last = cluster.stages[1]
-        link = await dial_stage(
-            cluster.transport,
-            last.endpoint,
-            token=None,
-            source_host=None,
-            timeout_secs=5,
-            request=lane_request(last),
-        )
+        link = await dial_lane(last)
         await link.send(encode_frame(frame(MessageKind.PREFILL_EMBD, 0, 4), WIDTH))
         yield cluster, link
         link.close()

@@ -21,9 +21,8 @@ from skippy.stage.intake import MAX_WINDOW_TOKENS, check_data
 from skippy.stage.links import MemoryTransport, TcpTransport
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_failures import read_to_end
-from tests.support.admission import lane_request
 from tests.support.cluster import toy_cluster, toy_config, toy_topology
-from tests.support.dialing import dial_stage
+from tests.support.dialing import dial_lane
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=3)
 
@@ -59,14 +58,7 @@ def test_not_more_tokens_than_are_verified_at_once() -> None:
 async def test_a_count_that_no_machine_could_hold_costs_its_own_connection_only() -> None:
     with trio.fail_after(20):
         async with toy_cluster(2, transport=TcpTransport()) as cluster, generator_over(cluster) as generator:
-            link = await dial_stage(
-                cluster.transport,
-                cluster.first.endpoint,
-                token=None,
-                source_host=None,
-                timeout_secs=5,
-                request=lane_request(cluster.first),
-            )
+            link = await dial_lane(cluster.first)
             await link.send(encode_message(frame(MessageKind.PREFILL_EMBD, -1, count=2**31 - 1)))
             assert await read_to_end(link) == b""
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 3)
@@ -115,10 +107,6 @@ async def test_lanes_at_the_limit_and_one_connection_more() -> None:
             while cluster.first.context.connection_numbers() < 256:
                 await trio.testing.wait_all_tasks_blocked()
             await trio.testing.wait_all_tasks_blocked()
-            endpoint = cluster.stages[1].endpoint
-            request = lane_request(cluster.stages[1])
-            link = await dial_stage(
-                cluster.transport, endpoint, token=None, source_host=None, timeout_secs=5, request=request
-            )
+            link = await dial_lane(cluster.stages[1])
             assert await generate(generator, REQUEST) == unsplit_tokens(PROMPT, 3)
             link.close()

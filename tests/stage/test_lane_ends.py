@@ -45,9 +45,8 @@ from skippy.stage.returns import ReturnHub
 from skippy.stage.work import Work
 from skippy.telemetry import NULL_TELEMETRY
 from tests.stage.test_chain import exhaust, unsplit_tokens
-from tests.support.admission import lane_request
 from tests.support.cluster import NO_REPLAY, fixed_chunks, toy_cluster
-from tests.support.dialing import dial_stage
+from tests.support.dialing import dial_lane
 from tests.support.scripted import HookedTransport, ScriptedLane, ScriptedPeer, scripted_peer
 
 PROMPT = [256, *b"hello"]
@@ -242,14 +241,7 @@ async def count_replies(driver: Link) -> int:
 
 
 async def dial(peer: ScriptedPeer) -> Link:
-    return await dial_stage(
-        peer.stage.context.transport,
-        peer.stage.endpoint,
-        token=None,
-        source_host=None,
-        timeout_secs=5,
-        request=lane_request(peer.stage),
-    )
+    return await dial_lane(peer.stage)
 
 
 async def test_a_driver_that_leaves_while_the_next_stage_is_stalled(

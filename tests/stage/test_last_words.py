@@ -33,12 +33,12 @@ from skippy.protocol import (
 )
 from skippy.stage import upstream
 from skippy.stage.context import LAST_WORDS_SECS, REASON_SECS
-from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import ConditionedTransport, Link, LinkClosed, MemoryTransport, TcpTransport
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import lane_request
 from tests.support.cluster import NO_REPLAY, Cluster, toy_cluster
+from tests.support.dialing import dial_lane
 from tests.support.scripted import ScriptedPeer, scripted_peer
 
 PROMPT = [256, *b"hello"]
@@ -223,19 +223,6 @@ def chunk(positions: int = 0) -> list[Buffer]:
     )
 
 
-async def dial_annexed(cluster: Cluster) -> Link:
-    link, extensions = await dial_admitted(
-        cluster.transport,
-        cluster.first.endpoint,
-        token=None,
-        source_host=None,
-        timeout_secs=5,
-        request=attrs.evolve(lane_request(cluster.first), extensions=(ANNEX_EXTENSION,)),
-    )
-    assert extensions == (ANNEX_EXTENSION,)
-    return link
-
-
 @pytest.fixture
 def much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take more than a second for megabytes."""
@@ -247,7 +234,7 @@ async def test_a_reason_survives_what_the_stage_has_not_read(much_time: None) ->
     with trio.fail_after(20):
         async with toy_cluster(1, transport=TcpTransport()) as cluster:
             cluster.engines[0].fail_next = EngineError("out of luck")
-            link = await dial_annexed(cluster)
+            link = await dial_lane(cluster.first, ANNEX_EXTENSION)
             await link.send(chunk())
             await link.send(chunk(1_000_000) * 6)
             decoder = AnnexedReplyDecoder()
@@ -274,7 +261,7 @@ async def test_a_refusal_survives_what_the_stage_has_not_read(much_time: None) -
 
 async def refused_link(cluster: Cluster) -> Link:
     """A connection that has been told why it fails."""
-    link = await dial_annexed(cluster)
+    link = await dial_lane(cluster.first, ANNEX_EXTENSION)
     kind, bad = MessageKind.CONFIGURE_GENERATION, SamplingConfig(flags=1, samplers=("nonsense",))
     await link.send(
         encode_message(Message(kind, default_state(kind), request_id=7, session_id=8, sampling=bad))

@@ -29,15 +29,14 @@ from skippy.protocol import (
 )
 from skippy.stage import GenerationSettings, SettingsRefused, service
 from skippy.stage.admission import StageAdmission, make_admission
-from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_reply
-from skippy.stage.links import Link, TcpTransport
+from skippy.stage.links import TcpTransport
 from skippy.stage.scoring import log_softmax, score
 from skippy.stage.session import StageSession
 from skippy.stage.settings import parse_metadata
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
-from tests.support.admission import lane_request
-from tests.support.cluster import LAYERS, Cluster, toy_cluster
+from tests.support.cluster import LAYERS, toy_cluster
+from tests.support.dialing import dial_lane
 from tests.support.driver import driver_of
 
 K = MessageKind
@@ -115,18 +114,6 @@ async def test_the_scores_come_over_real_links() -> None:
     check_close([each for each in scores if each], unsplit_scores(PROMPT, tokens, 3))
 
 
-async def dial_annexed(cluster: Cluster) -> Link:
-    link, _ = await dial_admitted(
-        cluster.transport,
-        cluster.first.endpoint,
-        token=None,
-        source_host=None,
-        timeout_secs=5,
-        request=attrs.evolve(lane_request(cluster.first), extensions=(ANNEX_EXTENSION,)),
-    )
-    return link
-
-
 def frame(kind: MessageKind, position: int = 0, tokens: Any = (), **fields: Any) -> Message:
     state = attrs.evolve(default_state(kind), prompt_token_count=len(PROMPT), **fields.pop("state", {}))
     return Message(
@@ -147,7 +134,7 @@ async def test_a_verify_window_has_scores_for_each_of_its_tokens(stages: int) ->
     line = [PROMPT[-1], *unsplit_tokens(PROMPT, 4)]
     with trio.fail_after(20):
         async with toy_cluster(stages) as cluster:
-            link, decoder = await dial_annexed(cluster), AnnexedReplyDecoder()
+            link, decoder = await dial_lane(cluster.first, ANNEX_EXTENSION), AnnexedReplyDecoder()
             for message in (
                 frame(K.CONFIGURE_GENERATION, chat_sampling_metadata='{"top_logprobs": 2}'),
                 frame(K.PREFILL_EMBD, 0, PROMPT[:-1]),

@@ -27,13 +27,12 @@ from skippy.protocol import (
     ReplyKind,
     RequestFailure,
 )
-from skippy.stage.dialing import dial_admitted
 from skippy.stage.links import LinkClosed
 from skippy.stage.liveness import TICK_SECS
 from tests.stage.test_chain import PROMPT, exhaust, generate, unsplit_tokens, wait_for_sequences
 from tests.stage.test_chain_over_links import REQUEST
-from tests.support.admission import lane_request
 from tests.support.cluster import NO_REPLAY, Cluster, fixed_chunks, toy_cluster
+from tests.support.dialing import dial_lane
 from tests.support.driver import Driver, dial_driver
 from tests.support.scripted import scripted_peer
 from tests.support.wires import BYTE_SECS, Wire, WireTransport
@@ -194,14 +193,7 @@ async def test_the_reason_names_the_link_that_was_lost(
     """Whichever link it was, whoever asked stage 0 hears of it."""
     async with open_chain() as chain:
         first = chain.cluster.first
-        link, _ = await dial_admitted(
-            chain.transport,
-            first.endpoint,
-            token=None,
-            source_host=None,
-            timeout_secs=5,
-            request=attrs.evolve(lane_request(first), extensions=(ANNEX_EXTENSION,)),
-        )
+        link = await dial_lane(first, ANNEX_EXTENSION)
         decoder = AnnexedReplyDecoder()
         driver = Driver(link, first, replies=decoder)
         await driver.start(PROMPT)
@@ -217,15 +209,7 @@ async def test_a_driver_is_not_late_while_nobody_reads_what_it_sends(
 ) -> None:
     """Its lane through the chain is being made, which takes as long as the next stage loads."""
     async with scripted_peer(OPTIONS, inline=True) as peer:
-        link, extensions = await dial_admitted(
-            peer.stage.context.transport,
-            peer.stage.endpoint,
-            token=None,
-            source_host=None,
-            timeout_secs=5,
-            request=attrs.evolve(lane_request(peer.stage), extensions=(LIVENESS_EXTENSION,)),
-        )
-        assert extensions == (LIVENESS_EXTENSION,)
+        link = await dial_lane(peer.stage, LIVENESS_EXTENSION)
         driver = Driver(link, peer.stage, replies=ReplyDecoder(heartbeats=True))
         await driver.send(MessageKind.PREFILL_EMBD, 0, [1])
         async with trio.open_nursery() as nursery:

@@ -108,9 +108,7 @@ class PlainLast:
 
     async def open_return(self, message: Message) -> Link:
         stage = self.peer.stage
-        link = await dial_stage(
-            stage.context.transport, stage.endpoint, token=None, source_host=None, timeout_secs=5
-        )
+        link = await dial_stage(stage.context.transport, stage.endpoint)
         kind = K.PREDICTION_RETURN_OPEN
         ids = {"request_id": message.request_id, "session_id": message.session_id}
         await link.send(encode_message(Message(kind, default_state(kind), **ids)))

@@ -43,7 +43,7 @@ from tests.stage.test_chain import (
 from tests.stage.test_failures import read_to_end
 from tests.support.admission import admit_peer, engine_admission, lane_request
 from tests.support.cluster import toy_cluster, toy_config
-from tests.support.dialing import dial_stage
+from tests.support.dialing import dial_lane
 from tests.support.scripted import ENDPOINTS, scripted_peer
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=8)
@@ -146,14 +146,7 @@ async def test_a_failed_request_of_the_last_stage_is_told_on_its_return_stream(
         async with open_stage(config, None, StageOptions(), lambda: engine, transport=transport) as stage:
             first = engine_admission(toy_config(0, ranges, ENDPOINTS), ToyEngine(0, 3, 6).info)
             kind = MessageKind.CONFIGURE_GENERATION
-            lane = await dial_stage(
-                transport,
-                stage.endpoint,
-                token=None,
-                source_host=None,
-                timeout_secs=5,
-                request=lane_request(stage),
-            )
+            lane = await dial_lane(stage)
             await lane.send(encode_message(Message(kind, default_state(kind), request_id=7, session_id=8)))
             returns = await listener.accept()
             loaded = first.loaded if annexed else attrs.evolve(first.loaded, extensions=())

@@ -28,13 +28,13 @@ from skippy.protocol import (
 )
 from skippy.stage import open_stage
 from skippy.stage.admission import StageAdmission
-from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_message
 from skippy.stage.links import Link, MemoryTransport, TcpTransport, Transport
 from tests.stage.test_chain import PROMPT
 from tests.stage.test_failures import read_to_end
-from tests.support.admission import admit_peer, engine_admission, lane_request
+from tests.support.admission import admit_peer, engine_admission
 from tests.support.cluster import toy_cluster, toy_config
+from tests.support.dialing import dial_lane
 from tests.support.driver import driver_of
 
 RANGES = [(0, 2), (2, 4), (4, 6)]
@@ -104,15 +104,7 @@ async def middle_stage(transport: Transport, *, above: bool, below: bool) -> Asy
         extensions = (WAVES_EXTENSION,) if above else ()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)
-            link, agreed = await dial_admitted(
-                transport,
-                stage.endpoint,
-                token=None,
-                source_host=None,
-                timeout_secs=5,
-                request=attrs.evolve(lane_request(stage), extensions=extensions),
-            )
-        assert agreed == extensions
+            link = await dial_lane(stage, *extensions)
         middle = Middle(link, accepted[0], stage.info.input_width, MessageDecoder(stage.info.output_width))
         yield middle
         link.close()

@@ -142,14 +142,7 @@ async def dial_driver(stage: Stage, *, plain: bool = False, whole: bool = False)
         whole: one that takes all of a cached prefix, or nothing.
     """
     request = attrs.evolve(lane_request(stage), extensions=() if whole else (RESTORE_EXTENSION,))
-    link = await dial_stage(
-        stage.context.transport,
-        stage.endpoint,
-        token=None,
-        source_host=None,
-        timeout_secs=5,
-        request=None if plain else request,
-    )
+    link = await dial_stage(stage.context.transport, stage.endpoint, request=None if plain else request)
     try:
         yield Driver(link, stage)
     finally:

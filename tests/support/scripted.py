@@ -66,14 +66,7 @@ class ScriptedLane:
     async def open_returns(self, message: Message) -> None:
         """Dial stage 0 for the return stream of the lane that ``message`` came on."""
         transport = self.stage.context.transport
-        self.returns = await dial_stage(
-            transport,
-            self.stage.endpoint,
-            token=None,
-            source_host=None,
-            timeout_secs=5,
-            request=last_admission().stage_zero,
-        )
+        self.returns = await dial_stage(transport, self.stage.endpoint, request=last_admission().stage_zero)
         kind = MessageKind.PREDICTION_RETURN_OPEN
         opening = Message(
             kind, default_state(kind), request_id=message.request_id, session_id=message.session_id

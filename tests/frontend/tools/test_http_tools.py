@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from skippy.engine.toy_vocabulary import ToyVocabulary
@@ -15,7 +14,7 @@ from skippy.frontend.responses import ChatShape
 from skippy.frontend.tools import AnswerReading, ToolFormat
 from skippy.protocol import PositionLogProbabilities, TokenLogProbability
 
-from ..support import MODEL, ScriptedGenerator, chat_body, client, say, serving
+from ..support import MODEL, ScriptedGenerator, chat_body, client, openai_client, say, serving
 from . import templates
 
 TOOLS: Any = [
@@ -50,13 +49,9 @@ def scripted(text: str, template: str = templates.HERMES, context: int = 4096) -
     return ScriptedGenerator(say(text), vocabulary=Vocabulary(template), context_length=context)
 
 
-def asynchronous(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
-
-
 async def test_calls_whole_and_streamed() -> None:
     generator = scripted(CALLS)
-    async with serving(generator) as url, asynchronous(url) as one:
+    async with serving(generator) as url, openai_client(url) as one:
         whole = await one.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS)
         async with one.chat.completions.stream(model=MODEL, messages=ASK, tools=TOOLS) as stream:
             events = [event async for event in stream]
@@ -95,7 +90,7 @@ CODER_CALLS = (
 async def test_calls_with_tags_around_their_arguments() -> None:
     """As Qwen3-Coder writes them; a call that is enforced is written as Hermes does."""
     generator = scripted(CODER_CALLS, templates.QWEN3_CODER)
-    async with serving(generator) as url, asynchronous(url) as one:
+    async with serving(generator) as url, openai_client(url) as one:
         whole = await one.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS)
         async with one.chat.completions.stream(model=MODEL, messages=ASK, tools=TOOLS) as stream:
             events = [event async for event in stream]
@@ -159,7 +154,7 @@ async def test_one_call_ends_the_generation_where_they_are_not_parallel() -> Non
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_malformed_call_is_content(stream: bool) -> None:
     text = '<tool_call>{"name": "add", "arguments": {bad}}</tool_call>'
-    async with serving(scripted(text)) as url, asynchronous(url) as one:
+    async with serving(scripted(text)) as url, openai_client(url) as one:
         if stream:
             async with one.chat.completions.stream(model=MODEL, messages=ASK, tools=TOOLS) as events:
                 choice: Any = (await events.get_final_completion()).choices[0]
@@ -206,7 +201,7 @@ THOUGHTS = "<think>\nHm, Köln.\n</think>\n\nSunny 🌞 there."
 
 
 async def test_reasoning_whole_and_streamed() -> None:
-    async with serving(scripted(THOUGHTS, templates.QWEN3)) as url, asynchronous(url) as one:
+    async with serving(scripted(THOUGHTS, templates.QWEN3)) as url, openai_client(url) as one:
         create = one.chat.completions.create
         whole = await create(model=MODEL, messages=ASK)
         message: Any = whole.choices[0].message
