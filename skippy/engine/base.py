@@ -194,6 +194,10 @@ class Vocabulary(abc.ABC):
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes a token stands for; b"" for a control token unless ``special``. May split UTF-8."""
 
+    def pieces(self, *, special: bool = False) -> list[bytes]:
+        """:meth:`piece` of every token, which takes a tenth of a second and more with a real vocabulary."""
+        return [self.piece(token, special=special) for token in range(self.size)]
+
 
 class StageEngine(abc.ABC):
     """The layers of one stage, with a KV cache of ``max_sequences`` sequences."""

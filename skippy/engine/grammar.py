@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
-from skippy.workers.grammar import MASK_SECS, TOO_SLOW, Tokens, make_limits
+from skippy.workers.grammar import MASK_SECS, TOO_SLOW, Tokens, make_limits, make_tokenizer
 
 from .base import BoolArray, EngineError, Vocabulary
 from .beside import Beside, RanAway
@@ -40,7 +40,7 @@ class GrammarMismatch(GrammarFailed):
 
 
 def read_tokens(vocabulary: Vocabulary) -> Tokens:
-    """A model's tokens as grammars see them. Reads every token, which takes up to a second.
+    """A model's tokens as grammars see them. Reads every token, see :meth:`Vocabulary.pieces`.
 
     Raises:
         ValueError: a vocabulary in which no token ends a generation.
@@ -52,17 +52,19 @@ def read_tokens(vocabulary: Vocabulary) -> Tokens:
     ends = [token for token in range(vocabulary.size) if vocabulary.is_end_of_generation(token)]
     if not ends:
         raise ValueError("this model has no token that ends a generation, which a grammar needs")
-    pieces = [vocabulary.piece(token) for token in range(vocabulary.size)]
-    return Tokens(pieces, special_tokens(vocabulary), ends, encode)
+    return Tokens(vocabulary.pieces(), special_tokens(vocabulary), ends, encode)
 
 
 class GrammarVocabulary:
-    """The tokens over which grammars are compiled. Making it takes up to a second."""
+    """The tokens over which grammars are compiled.
+
+    Making it takes a tenth of a second and more, in which no other thread can run Python.
+    """
 
     def __init__(self, tokens: Tokens) -> None:
         self.size = len(tokens.tokens)
         self._ends = frozenset(tokens.ends)
-        self._tokenizer = LLTokenizer(tokens, eos_token=list(tokens.ends))
+        self._tokenizer = make_tokenizer(tokens)
         self._beside = Beside()
 
     @classmethod

@@ -318,8 +318,7 @@ class PromptBuilder:
         if context is None or characters <= context:
             return
         if not self._longest_piece:
-            pieces = (self._vocabulary.piece(token, special=True) for token in range(self._vocabulary.size))
-            self._longest_piece = max(map(len, pieces))
+            self._longest_piece = max(map(len, self._vocabulary.pieces(special=True)))
         if characters > context * self._longest_piece:
             raise _TooLongError(
                 f"the prompt has {characters} characters, which are more than {context} tokens, the context "

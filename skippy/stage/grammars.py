@@ -56,6 +56,7 @@ class Grammars:
         self._turns = Turns(MAX_WAITING, MAX_WAITING_EACH)
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._compiling = trio.CapacityLimiter(1)
+        self._reading = trio.Lock()
         self._tokens: Tokens | None = None
         self._compiler: GrammarVocabulary | None = None
 
@@ -63,6 +64,17 @@ class Grammars:
     def worker_pid(self) -> int | None:
         """Process id of the worker, if one is running."""
         return None if self._worker is None else self._worker.pid
+
+    async def get_ready(self) -> None:
+        """Do what the first :meth:`open` would: for a tenth of a second nothing else of this process runs.
+
+        On virtual time it does nothing. Cancellation: what has begun goes on to its end.
+        """
+        if self._vocabulary is None or not self._threads:
+            return
+        with contextlib.suppress(SettingsRefused):  # which every grammar will be
+            tokens = await self._read_tokens()
+            await trio.to_thread.run_sync(self._compiler_of, tokens, limiter=self._compiling)
 
     async def check(self, grammar: str, client: str = "") -> None:
         """Compile a grammar for a test, unless it is known. One is compiled at a time, others wait.
@@ -137,15 +149,16 @@ class Grammars:
         vocabulary = self._vocabulary
         if vocabulary is None:
             raise SettingsRefused("grammar: this stage has no vocabulary")
-        if self._tokens is None:
-            try:
-                if self._threads:
-                    self._tokens = await trio.to_thread.run_sync(read_tokens, vocabulary)
-                else:
-                    self._tokens = read_tokens(vocabulary)
-            except ValueError as exc:
-                raise SettingsRefused(f"grammar: {exc}") from exc
-        return self._tokens
+        async with self._reading:
+            if self._tokens is None:
+                try:
+                    if self._threads:
+                        self._tokens = await trio.to_thread.run_sync(read_tokens, vocabulary)
+                    else:
+                        self._tokens = read_tokens(vocabulary)
+                except ValueError as exc:
+                    raise SettingsRefused(f"grammar: {exc}") from exc
+            return self._tokens
 
     async def open(self, grammar: str, start: int) -> Grammar:
         """A checked grammar over what follows the first ``start`` tokens of a session.
@@ -167,10 +180,13 @@ class Grammars:
             raise SettingsRefused(f"grammar: {exc}") from exc
 
     def _compile(self, grammar: str, start: int, tokens: Tokens) -> Grammar:
+        key = _key(grammar)
+        return self._compiler_of(tokens).compile(grammar, start, lambda why: self._refuse(key, why))
+
+    def _compiler_of(self, tokens: Tokens) -> GrammarVocabulary:
         if self._compiler is None:
             self._compiler = GrammarVocabulary(tokens)
-        key = _key(grammar)
-        return self._compiler.compile(grammar, start, lambda why: self._refuse(key, why))
+        return self._compiler
 
     def _refuse(self, key: bytes, why: str) -> None:
         """From the engine's thread: a grammar has turned out to be too slow."""

@@ -166,6 +166,8 @@ async def _serving(context: StageContext, listener: Listener) -> AsyncIterator[N
             async with trio.open_nursery() as services:
                 services.start_soon(context.liveness.run)
                 services.start_soon(serve_listener, context, listener)
+                if context.scheduler.info.is_last:
+                    services.start_soon(context.grammars.get_ready)
                 if context.options.warm_preconnect and context.downstream is not None:
                     services.start_soon(context.warm.serve, context.dial_downstream, context.liveness)
 

@@ -328,7 +328,7 @@ class Tokenizer:
 
     def _inventory(self) -> list[InventoryEntry]:
         vocabulary, special = self._vocabulary, frozenset(self._vocabulary.special_tokens)
-        pieces = (vocabulary.piece(token, special=True) for token in range(vocabulary.size))
+        pieces = vocabulary.pieces(special=True)
         return [
             InventoryEntry(token, piece, piece.decode("utf-8", "replace") in special)
             for token, piece in enumerate(pieces)

@@ -79,6 +79,26 @@ def test_ends_of_generation(vocabulary: Vocabulary) -> None:
     assert start != end
 
 
+def test_all_pieces_at_once(vocabulary: Vocabulary) -> None:
+    for special in (False, True):
+        expected = [vocabulary.piece(token, special=special) for token in range(vocabulary.size)]
+        assert vocabulary.pieces(special=special) == expected
+
+
+def test_long_pieces(tmp_path: Path) -> None:
+    """They do not fit where the others do."""
+    texts = ["a" * 63, "b" * 64, "c" * 65, "d" * 300, "e", *(chr(300 + i) for i in range(300))]
+    engine = LlamaEngine.load(
+        SliceInfo.from_file(write_tiny(tmp_path / "m.gguf", layers=2, tokens=texts)),
+        EngineOptions(n_threads=1),
+    )
+    assert engine.vocabulary is not None
+    assert engine.vocabulary.pieces()[:5] == [text.encode() for text in texts[:5]]
+    engine.close()
+    with pytest.raises(EngineError):
+        engine.vocabulary.pieces()
+
+
 def test_added_special_tokens(vocabulary: Vocabulary) -> None:
     bare = vocabulary.tokenize("hello", add_special=False, parse_special=False)
     added = vocabulary.tokenize("hello", add_special=True, parse_special=False)

@@ -23,9 +23,9 @@ from skippy.frontend.constraints import check_constraint
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import Constraint, GenerationRequest, InvalidGrammar, TooManyRequests
 from skippy.protocol import MessageKind, SamplingConfig
-from skippy.stage import GenerationSettings, SettingsRefused
+from skippy.stage import GenerationSettings, SettingsRefused, grammars as grammars_module
 from skippy.stage.grammars import MAX_WAITING, MAX_WAITING_EACH, Grammars
-from skippy.workers.grammar import Checker
+from skippy.workers.grammar import Checker, Tokens
 from skippy.workers.parent import JobFailed, Worker
 from tests.stage.test_chain import PROMPT, generate, generator_over, unsplit_tokens, wait_for_sequences
 from tests.stage.test_replay import PORTS, lossy_chain, once
@@ -350,9 +350,9 @@ class Words(ToyVocabulary):
     def size(self) -> int:
         return super().size + len(self.WORDS)
 
-    def piece(self, token: int) -> bytes:
+    def piece(self, token: int, *, special: bool = False) -> bytes:
         first = super().size
-        return super().piece(token) if token < first else self.WORDS[token - first]
+        return super().piece(token, special=special) if token < first else self.WORDS[token - first]
 
 
 async def test_a_grammar_that_turns_out_to_be_slow_fails_alone_and_is_remembered() -> None:
@@ -373,6 +373,28 @@ async def test_a_grammar_that_turns_out_to_be_slow_fails_alone_and_is_remembered
                 await grammars.check(hidden)
         await grammars.check(WORDS)
         await grammars.close()
+
+
+async def test_what_takes_long_is_done_before_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else runs in its process meanwhile, so no session should have to wait for it."""
+    made: list[int] = []
+    once_made = trio.Event()
+    genuine = grammars_module.GrammarVocabulary
+
+    def make(tokens: Tokens) -> GrammarVocabulary:
+        made.append(len(tokens.tokens))
+        trio.from_thread.run_sync(once_made.set)
+        return genuine(tokens)
+
+    monkeypatch.setattr(grammars_module, "GrammarVocabulary", make)
+    with trio.fail_after(30):
+        async with toy_cluster(2) as cluster, generator_over(cluster, lanes=1) as generator:
+            await once_made.wait()
+            text, reason = await text_and_reason(generator, held())
+            assert reason == "stop"
+            assert LIKE_WORDS.fullmatch(text)
+    assert made == [ToyVocabulary().size]
+    await Grammars(None).get_ready()
 
 
 async def test_a_plain_peer_cannot_hold_an_answer_to_a_grammar() -> None:

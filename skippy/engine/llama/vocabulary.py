@@ -18,6 +18,8 @@ _BYTE_PAIRS: Final = 2  # LLAMA_VOCAB_TYPE_BPE
 _WORDPIECE: Final = 3  # LLAMA_VOCAB_TYPE_WPM
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 3, 1 << 4  # enum llama_token_attr
 _MAX_TEXT_BYTES: Final = 2**30
+_PIECE_BYTES: Final = 64
+_PIECES_AT_ONCE: Final = 1024
 
 
 _SAMPLING_KEYS: Final = (
@@ -190,8 +192,25 @@ class LlamaVocabulary(Vocabulary):
             cached = self._pieces[token, special] = self._native_piece(token, special)
         return cached
 
+    def pieces(self, *, special: bool = False) -> list[bytes]:
+        found: list[bytes] = []
+        buffer = ctypes.create_string_buffer(_PIECE_BYTES)
+        to_piece = api.llama_token_to_piece
+        while len(found) < self._size:
+            with self._lock:  # others may have it in between
+                self._check_open()
+                for token in range(len(found), min(self._size, len(found) + _PIECES_AT_ONCE)):
+                    count = to_piece(self._vocab, token, buffer, _PIECE_BYTES, 0, special)
+                    if count < 0:
+                        break
+                    found.append(ctypes.string_at(buffer, count))
+                else:
+                    continue
+            found.append(self._native_piece(len(found), special))  # a long one
+        return found
+
     def _native_piece(self, token: int, special: bool) -> bytes:
-        capacity = 64
+        capacity = _PIECE_BYTES
         while True:
             buffer = ctypes.create_string_buffer(capacity)
             with self._lock:
