@@ -128,6 +128,9 @@ class ToyEngine(StageEngine):
         self._weights = _Weights.of(vocab_size, width)
         self._vocabulary = ToyVocabulary(vocab_size) if first or last else None
         self._end_at = end_at
+        self._offsets = np.arange(context_length, dtype=np.int64)[:, None] * 2654435 + 12289
+        self._left = np.arange(-1, width - 1)
+        """Of each column the one to its left, and of the first the last."""
         self._lengths = [0] * max_sequences
         self._sums: dict[int, npt.NDArray[np.int32]] = {}  # by sequence: [layers, context_length, width]
         self._logits: list[FloatArray] = []
@@ -190,26 +193,25 @@ class ToyEngine(StageEngine):
 
     def _run(self, segment: Segment, ids: TokenArray | None) -> IntArray:
         """The segment's rows after the last layer, shape ``[count, width]``."""
-        first, stop, width = segment.position, segment.position + segment.count, self._info.hidden_size
+        first, stop = segment.position, segment.position + segment.count
         if ids is not None:
             rows = self._weights.token[ids]
         else:
             assert segment.activation is not None
             with np.errstate(invalid="ignore"):  # a peer may send NaN; that is garbage out, not an error
                 rows = np.frombuffer(segment.activation, dtype="<f4").astype(np.int64) % _PRIME
-            rows = rows.reshape(segment.count, width)
+            rows = rows.reshape(segment.count, self._info.hidden_size)
         sums = self._storage(segment.sequence)
         if segment.count == 1:
             return self._run_row(rows[0].tolist(), first, sums)
-        positions = np.arange(first, stop, dtype=np.int64)[:, None] * 2654435 + 12289
-        before = np.arange(-1, width - 1)  # of each column the one to its left, and of the first the last
+        positions = self._offsets[first:stop]
         for index, layer in enumerate(range(self._info.layer_start, self._info.layer_end)):
             terms = (rows * (rows + positions * (layer + 1)) + positions) % _PRIME
             if first:
                 terms[0] += sums[index, first - 1]
-            running = np.cumsum(terms, axis=0) % _PRIME
+            running = terms.cumsum(axis=0) % _PRIME
             sums[index, first:stop] = running
-            turned = running.take(before, axis=1)
+            turned = running.take(self._left, axis=1)
             rows = (rows * (2 * layer + 3) + running * turned + layer) % _PRIME
         return rows
 

@@ -17,7 +17,8 @@ from skippy.stage import Stage, open_stage
 from skippy.stage.memory import FrameBudget
 from skippy.stage.scheduler import Scheduler
 
-from .engine import SimClock, SimEngine, VirtualRuntime, open_virtual_runtime
+from .clock import SimClock
+from .engine import SimEngine, VirtualRuntime, open_virtual_runtime
 from .network import SimNetwork
 from .scenario import Scenario
 from .trace import Trace

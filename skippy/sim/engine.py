@@ -20,44 +20,10 @@ from skippy.stage.nurseries import open_hidden_nursery
 from skippy.stage.runtime import MAX_TAKEN_IN, Runtime
 from skippy.stage.work import Work, wake_all
 
+from .clock import Alarm, SimClock
 from .network import SimLink, SimNetwork
-from .pipes import park_until
 
 T = TypeVar("T")
-
-
-class SimClock(trio.abc.Clock):
-    """Trio's time; while an engine computes, that plus how far it has got.
-
-    Trio's time stands still while a task can run, and then goes on to the next deadline.
-
-    An engine's thread does not wait for the event loop, so what it sends leaves when it has been computed,
-    which is later than the event loop's time. All engines share one clock: one computes at a time, and what
-    it was ahead is slept off before anything else runs in its name.
-
-    Attributes:
-        time: Trio's, in seconds.
-        ahead: seconds.
-    """
-
-    def __init__(self) -> None:
-        self.time = 0.0
-        self.ahead = 0.0
-
-    def __call__(self) -> float:
-        return self.time + self.ahead
-
-    def start_clock(self) -> None:
-        pass
-
-    def current_time(self) -> float:
-        return self.time
-
-    def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Trio asks when no task can run, and next looks which deadlines have passed."""
-        if self.time < deadline < math.inf:
-            self.time = deadline
-        return 0.0
 
 
 @attrs.frozen(slots=True)
@@ -88,12 +54,16 @@ class SimInbox(Inbox):
     """The links that an engine waits on itself: what a selector does for sockets.
 
     Args:
-        wake: called when there may be something to receive, or later or earlier than before.
+        wake: called when there may be something to do.
+        changed: called when :attr:`next_due` may have changed.
     """
 
-    def __init__(self, network: SimNetwork, wake: Callable[[], object]) -> None:
+    def __init__(
+        self, network: SimNetwork, wake: Callable[[], object], changed: Callable[[], object]
+    ) -> None:
         self._network = network
         self._wake = wake
+        self._changed = changed
         self._watched: dict[int, tuple[SimLink, Ready]] = {}
 
     @property
@@ -105,7 +75,7 @@ class SimInbox(Inbox):
             raise KeyError(f"descriptor {descriptor} is watched already")
         link = self._network.descriptors[descriptor]
         self._watched[descriptor] = (link, ready)
-        link.into.watcher = self._wake
+        link.into.watcher = self._changed
 
     def unwatch(self, descriptor: int, ready: Ready) -> None:
         link, known = self._watched.get(descriptor, (None, None))
@@ -116,12 +86,15 @@ class SimInbox(Inbox):
     @property
     def next_due(self) -> float:
         """When something can be received; a link that was closed is watched no longer, and not told of."""
-        open_links = [link for link, _ in self._watched.values() if link.descriptor is not None]
-        return min((link.into.next_due for link in open_links), default=math.inf)
+        due = math.inf
+        for link, _ in self._watched.values():
+            if link.descriptor is not None:
+                due = min(due, link.into.next_due)
+        return due
 
     def poll(self) -> None:
         """Let those receive that can."""
-        now = self._network.now()
+        now = self._network.clock()
         for descriptor, (link, ready) in list(self._watched.items()):
             if link.descriptor is not None and link.into.next_due <= now and not ready():
                 self.unwatch(descriptor, ready)
@@ -144,10 +117,14 @@ class VirtualRuntime(Runtime):
 
     def __init__(self, clock: SimClock, network: SimNetwork) -> None:
         self._clock = clock
-        self._inbox = SimInbox(network, self._wake)
+        self._inbox = SimInbox(network, self._wake, self._look)
         self._told: list[Callable[[], object]] = []
         self._queue: deque[Callable[[], object] | Work] = deque()
         self._arrived = trio.lowlevel.ParkingLot()
+        self._alarm = Alarm(clock, self._look)
+        self._until = math.inf
+        """When there is something to do, whatever arrives."""
+        self._computed = trio.lowlevel.ParkingLot()
         self._iterations: Iterations | None = None
         self._stopped = False
 
@@ -197,6 +174,24 @@ class VirtualRuntime(Runtime):
         if self._arrived:
             self._arrived.unpark_all()
 
+    def _look(self) -> None:
+        """Go on if something is due, or when it will be."""
+        if self._arrived:
+            due = min(self._until, self._inbox.next_due)
+            if due <= self._clock.time:
+                self._arrived.unpark_all()
+            else:
+                self._alarm.set(due)
+
+    async def _park(self) -> None:
+        """Wait until there may be something to do."""
+        due = min(self._until, self._inbox.next_due)
+        if due <= self._clock.time:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            self._alarm.set(due)
+            await self._arrived.park()
+
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
@@ -214,8 +209,8 @@ class VirtualRuntime(Runtime):
             elif self._stopped and not self._queue:
                 break
             elif not self._queue:
-                due = math.inf if wait is None else self._clock.time + wait
-                await park_until(self._arrived, min(due, self._inbox.next_due))
+                self._until = math.inf if wait is None else self._clock.time + wait
+                await self._park()
         self._inbox.close()
         if self._iterations is not None:
             wake_all(self._iterations.end())
@@ -241,7 +236,11 @@ class VirtualRuntime(Runtime):
         """One batch. What it sends is on its way already; who waits for it hears when its time is over."""
         woken = iterations.step()
         busy, self._clock.ahead = self._clock.ahead, 0.0
-        await trio.sleep(busy)
+        if busy:
+            self._clock.call_at(self._clock.time + busy, self._computed.unpark_all)
+            await self._computed.park()
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
         wake_all(woken)
         self._pass_on()
 

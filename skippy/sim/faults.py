@@ -114,7 +114,8 @@ class Conditions:
         jitter: mean of a further, exponentially distributed time for each piece; nothing is overtaken.
         bandwidth: bytes per second; inf: no limit.
         capacity: bytes that one direction holds, those that have arrived included; a sender waits for more.
-        slices: a receiver gets at most a random number of bytes at once, 1 to this many; None: all there are.
+        slices: a receiver gets at most a random number of bytes at once, 1 to this many, or to an eighth of
+            what is under way where that is more; None: all there are.
         partial: how often ``send_nowait`` takes a part of a frame alone, 0 to 1.
     """
 

@@ -15,6 +15,7 @@ from skippy.config import Endpoint
 from skippy.protocol import Buffer
 from skippy.stage.links import Link, LinkClosed, Listener, Transport
 
+from .clock import SimClock
 from .faults import PERFECT, Conditions, Direction, Fault, LinkFault, LinkName
 from .pipes import Pipe
 
@@ -102,7 +103,7 @@ class Wire:
                 conditions,
                 random.Random(f"{network.seed}/{name}/{direction.value}"),
                 [each.fault for each in network.faults if (each.link, each.direction) == (name, direction)],
-                now=network.now,
+                clock=network.clock,
                 break_link=lambda reset: self._break(direction, reset),
                 tell=network.tell,
                 struck=lambda kind: network.struck.append((trio.current_time(), kind.value)),
@@ -214,8 +215,8 @@ class SimNetwork:
         seed: of all dice.
         conditions: of every link; or called with each link's name.
         faults: of links that will be made.
+        clock: Trio's while it runs.
         tell: told what happens, for a trace.
-        now: the clock; by default Trio's.
 
     Attributes:
         wires: the links that are open on at least one side, in the order they were made.
@@ -230,13 +231,13 @@ class SimNetwork:
         conditions: Conditions | Callable[[LinkName], Conditions] = PERFECT,
         faults: Iterable[LinkFault] = (),
         *,
+        clock: SimClock,
         tell: Callable[[str], None] = lambda _: None,
-        now: Callable[[], float] = trio.current_time,
     ) -> None:
         self.seed = seed
         self.faults = list(faults)
         self.tell = tell
-        self.now = now
+        self.clock = clock
         self.wires: dict[LinkName, Wire] = {}
         self.listeners: dict[Endpoint, SimListener] = {}
         self.struck: list[tuple[float, str]] = []

@@ -6,6 +6,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import attrs
 import trio
@@ -13,7 +14,11 @@ import trio
 from skippy.protocol import Buffer
 from skippy.stage.links import LinkClosed
 
+from .clock import Alarm, SimClock
 from .faults import Conditions, Fault, FaultKind
+
+MOST_SLICES: Final = 8
+"""What is under way is cut into about so many pieces at least, but not into hundreds."""
 
 
 @attrs.define(slots=True, eq=False)
@@ -31,13 +36,13 @@ class Pipe:
         name: for errors and the trace.
         dice: for jitter, slices and partial sends.
         faults: of this direction.
-        now: the clock; what is sent by an engine that computes is sent when it will be done.
+        clock: what is sent by an engine that computes is sent when it will be done.
         break_link: called for a fault that ends both directions; ``True``: as a reset.
         tell: told what happens, for the trace.
         struck: told of each fault that begins.
 
     Attributes:
-        slices: as in the conditions, but it may change.
+        byte_by_byte: whether the receiver gets one byte at once.
     """
 
     def __init__(
@@ -47,17 +52,19 @@ class Pipe:
         dice: random.Random,
         faults: Iterable[Fault],
         *,
-        now: Callable[[], float],
+        clock: SimClock,
         break_link: Callable[[bool], None],
         tell: Callable[[str], None],
         struck: Callable[[FaultKind], None],
     ) -> None:
         self._name = name
         self._conditions = conditions
-        self.slices = conditions.slices
+        self._slices = conditions.slices
+        self.byte_by_byte = False
         self._dice = dice
         self._faults = list(faults)
-        self._now = now
+        self._clock = clock
+        self._now = clock.__call__
         self._break_link = break_link
         self._tell = tell
         self._struck = struck
@@ -78,6 +85,7 @@ class Pipe:
         self._frame_rest = 0
         self._frame_byte = 0
         self._readable = trio.lowlevel.ParkingLot()
+        self._alarm = Alarm(clock, self._wake_receiver)
         self.watcher: Callable[[], object] = lambda: None
         """Called when :attr:`next_due` may have changed."""
         self._writable = trio.lowlevel.ParkingLot()
@@ -129,7 +137,7 @@ class Pipe:
             await self._writable.park()
 
     def _room(self, size: int) -> int:
-        if self._lies:
+        if self._faults and self._lies:
             return size
         room = min(size, self._conditions.capacity - self._held)
         if room > 1 and self._conditions.partial and self._dice.random() < self._conditions.partial:
@@ -140,10 +148,8 @@ class Pipe:
     def _lies(self) -> bool:
         """Whether the frame that begins now is one that arrives as another."""
         following = self._frame + 1
-        return (
-            bool(self._faults)
-            and not self._frame_rest
-            and any(fault.kind is FaultKind.LIE and fault.frame == following for fault in self._faults)
+        return not self._frame_rest and any(
+            fault.kind is FaultKind.LIE and fault.frame == following for fault in self._faults
         )
 
     def _take(self, data: memoryview) -> None:
@@ -284,8 +290,13 @@ class Pipe:
     # -- the receiver's side ---------------------------------------------------------------------------
 
     def _wake_receiver(self) -> None:
+        """Wake who waits for what is due, or later, when it is."""
         if self._readable:
-            self._readable.unpark_all()
+            due = self.next_due
+            if due <= self._clock.time:
+                self._readable.unpark_all()
+            else:
+                self._alarm.set(due)
         self.watcher()
 
     @property
@@ -302,8 +313,10 @@ class Pipe:
             raise LinkClosed(f"receiving on {self._name} failed: {self._receiver_error}")
         now, count = self._now(), 0
         limit = buffer.nbytes
-        if self.slices is not None and self.unread:
-            limit = min(limit, self._dice.randint(1, self.slices))
+        if self.byte_by_byte:
+            limit = min(limit, 1)
+        elif self._slices is not None and self.unread:
+            limit = min(limit, self._dice.randint(1, max(self._slices, self._held // MOST_SLICES)))
         if self._trickle:
             limit = min(limit, 1) if self._gate <= now else 0
         while self._chunks and self._chunks[0].due <= now and count < limit:
@@ -333,7 +346,8 @@ class Pipe:
             await trio.lowlevel.cancel_shielded_checkpoint()
             return count
         while count is None:
-            await park_until(self._readable, self.next_due)
+            self._alarm.set(self.next_due)
+            await self._readable.park()
             count = self.read_nowait(buffer)
         return count
 
@@ -352,15 +366,6 @@ class Pipe:
         self._chunks.clear()
         self._held = 0
         self._wake_receiver()
-
-
-async def park_until(lot: trio.lowlevel.ParkingLot, due: float) -> None:
-    """Park there until unparked, or until a time; a scope for none takes longer than all the rest."""
-    if due == math.inf:
-        await lot.park()
-        return
-    with trio.CancelScope(deadline=due):
-        await lot.park()
 
 
 def _cut(views: Sequence[memoryview], size: int) -> tuple[bytes, list[memoryview]]:

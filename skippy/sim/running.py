@@ -12,8 +12,8 @@ from skippy.frontend.generation import GenerationRequest
 from skippy.stage.context import HANDSHAKE_SECS
 
 from .clients import Client
+from .clock import SimClock
 from .cluster import SimCluster, party
-from .engine import SimClock
 from .faults import FaultKind
 from .invariants import check_always, check_end, check_idle, check_links
 from .network import SimNetwork
@@ -99,16 +99,13 @@ class Simulation:
         self.trace = Trace()
         self._clock = SimClock()
         self._network = SimNetwork(
-            scenario.seed, scenario.conditions, scenario.faults, tell=self._network_event, now=self._clock
+            scenario.seed, scenario.conditions, scenario.faults, clock=self._clock, tell=self.trace
         )
         self._cluster = SimCluster(scenario, self._network, self._clock, self.trace)
         self._clients: list[Client] = []
         self._peers: list[Peer] = []
         self._detection_secs = scenario.options.peer_timeout_secs + DETECTION_SECS
         self.secs = 0.0
-
-    def _network_event(self, text: str) -> None:
-        self.trace(text)
 
     async def run(self) -> None:
         """All of it, on virtual time. Raises Violation."""

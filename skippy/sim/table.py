@@ -24,8 +24,9 @@ from skippy.protocol import Message, MessageKind, ReplyKind
 from skippy.stage.context import HANDSHAKE_SECS
 
 from .clients import Client
+from .clock import SimClock
 from .cluster import SimCluster
-from .engine import SimClock, StepCost
+from .engine import StepCost
 from .faults import PERFECT, Direction
 from .invariants import check_end, check_idle, check_links
 from .lies import LIES, Failure
@@ -135,7 +136,7 @@ class _Run:
         self.trace = Trace()
         self.watch = FrameWatch()
         self._network = TappedNetwork(
-            self.watch, random.Random(f"lies/{seed}/{cell}"), tell=self.trace, now=self.clock
+            self.watch, random.Random(f"lies/{seed}/{cell}"), clock=self.clock, tell=self.trace
         )
         self._cluster = SimCluster(self._scenario, self._network, self.clock, self.trace)
         self._struck = 0.0

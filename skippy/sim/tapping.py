@@ -10,6 +10,7 @@ import trio
 from skippy.config import Endpoint
 from skippy.protocol import Buffer
 
+from .clock import SimClock
 from .cutting import Piece
 from .faults import Conditions, Direction, Fault, FaultKind, LinkName
 from .lies import LIES, Failure, lie
@@ -35,10 +36,10 @@ class TappedNetwork(SimNetwork):
         watch: FrameWatch,
         chance: random.Random,
         *,
+        clock: SimClock,
         tell: Callable[[str], None],
-        now: Callable[[], float],
     ) -> None:
-        super().__init__(conditions=_ROOMY, tell=tell, now=now)
+        super().__init__(conditions=_ROOMY, clock=clock, tell=tell)
         self.watch = watch
         self.chance = chance
 
@@ -98,7 +99,7 @@ class _TappedWire(Wire):
             pipe.strike(Fault(FaultKind.TRICKLE, secs=TRICKLE_SECS))
             pipe.write([data])
         elif failure is Failure.SLOW:
-            pipe.slices = 1
+            pipe.byte_by_byte = True
             pipe.write([data])
         elif failure in LIES:
             pipe.write([lie(failure, piece, self._tapped.chance)])

@@ -15,7 +15,7 @@ from skippy.stage.clock import measured_on
 from skippy.stage.nurseries import leaves
 from skippy.telemetry.logs import ROOT
 
-from .engine import SimClock
+from .clock import SimClock
 from .trace import LogTrace, Trace
 from .violation import Violation, require
 

@@ -158,7 +158,7 @@ async def _shake_hands(
     handshake = DialerHandshake(token, request)
     try:
         await link.handshake()
-        await link.send([handshake.data_to_send()])
+        await _send_on(link, handshake)
         while not handshake.admitted:
             # Exactly what belongs to the handshake: what follows belongs to the reply decoder.
             buffer = bytearray(handshake.bytes_wanted)
@@ -172,7 +172,7 @@ async def _shake_hands(
             handshake.receive_data(buffer[:count])
             if handshake.awaits_admission and patience.deadline == math.inf:
                 patience.deadline = trio.current_time() + answer_secs
-            await link.send([handshake.data_to_send()])
+            await _send_on(link, handshake)
         return None if request is None else handshake.extensions
     except BaseException as exc:
         link.close()
@@ -184,6 +184,11 @@ async def _shake_hands(
         if isinstance(exc, ProtocolError) and handshake.answer is not None:
             raise _Refused(str(exc)) from exc
         raise
+
+
+async def _send_on(link: Link, handshake: DialerHandshake) -> None:
+    if data := handshake.data_to_send():
+        await link.send([data])
 
 
 def _why(exc: Exception) -> str:

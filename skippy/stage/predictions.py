@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import trio
 
@@ -66,9 +66,9 @@ class Predictions:
         self._unwatched = trio.lowlevel.ParkingLot()
 
     @property
-    def places(self) -> Iterator[PendingReply]:
+    def places(self) -> tuple[PendingReply, ...]:
         """What is owed now, oldest first."""
-        return iter(tuple(self._places))
+        return tuple(self._places)
 
     @property
     def run_to_come(self) -> Callable[[], ChainRun | None] | None:

@@ -113,7 +113,7 @@ class Steps:
     @property
     def owes(self) -> bool:
         """Whether an acknowledgement or a prediction is still to come."""
-        return bool(self._owed) or any(True for _ in self.predictions.places)
+        return bool(self._owed or self.predictions.places)
 
     def settle(self) -> bool:
         """Settle what :meth:`start_decode` gave the engine; False while the engine is at it. Never waits."""

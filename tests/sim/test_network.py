@@ -9,15 +9,20 @@ from collections.abc import AsyncIterator
 import attrs
 import pytest
 import trio
-import trio.testing
 
 from skippy.config import Endpoint
+from skippy.sim.clock import SimClock
 from skippy.sim.faults import PERFECT, Conditions, Direction, Fault, FaultKind, LinkFault, LinkName
 from skippy.sim.network import SimLink, SimNetwork, Wire
 from skippy.stage.links import Link, LinkClosed
 
 NAME = LinkName("stage-0", "stage-1", 0)
 ENDPOINT = Endpoint("sim", 1)
+
+
+@pytest.fixture
+def sim_clock() -> SimClock:
+    return SimClock()
 
 
 @attrs.frozen
@@ -38,7 +43,10 @@ async def linked(
     *faults: Fault, conditions: Conditions = PERFECT, direction: Direction = Direction.FORWARD
 ) -> AsyncIterator[Linked]:
     """With ``faults`` of its first link."""
-    network = SimNetwork(7, conditions, [LinkFault(NAME, direction, fault) for fault in faults])
+    clock = trio.lowlevel.current_clock()
+    assert isinstance(clock, SimClock)
+    faulty = [LinkFault(NAME, direction, fault) for fault in faults]
+    network = SimNetwork(7, conditions, faulty, clock=clock)
     listener = await network.of("stage-1").listen(ENDPOINT)
     near = await network.of("stage-0").connect(ENDPOINT)
     far = await listener.accept()
@@ -73,14 +81,14 @@ async def is_broken(link: Link) -> bool:
     return False
 
 
-async def hears_nothing(link: Link, autojump_clock: trio.testing.MockClock) -> bool:
+async def hears_nothing(link: Link) -> bool:
     with trio.move_on_after(1000) as scope:
         await link.receive_into(memoryview(bytearray(9)))
     return scope.cancelled_caught
 
 
 async def test_a_reset_breaks_both_sides_behind_the_bytes_before_it(
-    autojump_clock: trio.testing.MockClock,
+    sim_clock: SimClock,
 ) -> None:
     async with linked(Fault(FaultKind.RESET, frame=1, byte=2)) as link:
         await link.far.send([b"back"])
@@ -96,7 +104,7 @@ async def test_a_reset_breaks_both_sides_behind_the_bytes_before_it(
 
 
 async def test_a_frame_that_is_shorter_has_its_fault_at_its_end(
-    autojump_clock: trio.testing.MockClock,
+    sim_clock: SimClock,
 ) -> None:
     async with linked(Fault(FaultKind.CLOSE, frame=0, byte=100)) as link:
         await link.near.send([b"whole"])
@@ -107,7 +115,7 @@ async def test_a_frame_that_is_shorter_has_its_fault_at_its_end(
             await link.near.send([b"x"])
 
 
-async def test_half_closed_the_other_direction_goes_on(autojump_clock: trio.testing.MockClock) -> None:
+async def test_half_closed_the_other_direction_goes_on(sim_clock: SimClock) -> None:
     async with linked(Fault(FaultKind.HALF_CLOSE, byte=4)) as link:
         await link.near.send([b"seen, and not"])
         await link.near.send([b"lost"])
@@ -117,20 +125,20 @@ async def test_half_closed_the_other_direction_goes_on(autojump_clock: trio.test
         assert await read(link.near, 10) == b"still here"
 
 
-async def test_a_stall_takes_what_there_is_room_for(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_stall_takes_what_there_is_room_for(sim_clock: SimClock) -> None:
     async with linked(Fault(FaultKind.STALL, frame=1), conditions=Conditions(capacity=10)) as link:
         await link.near.send([b"first"])
         assert await read(link.far, 5) == b"first"
         await link.near.send([b"second"])
-        assert await hears_nothing(link.far, autojump_clock)
+        assert await hears_nothing(link.far)
         with trio.move_on_after(50) as scope:
             await link.near.send([b"more than fits"])
         assert scope.cancelled_caught
         link.near.close()
-        assert await hears_nothing(link.far, autojump_clock)  # nor of the end
+        assert await hears_nothing(link.far)  # nor of the end
 
 
-async def test_a_stall_may_end(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_stall_may_end(sim_clock: SimClock) -> None:
     async with linked(Fault(FaultKind.STALL, frame=0, secs=30)) as link:
         start = trio.current_time()
         await link.near.send([b"late"])
@@ -138,7 +146,7 @@ async def test_a_stall_may_end(autojump_clock: trio.testing.MockClock) -> None:
         assert trio.current_time() - start == pytest.approx(30)
 
 
-async def test_a_trickle_is_one_byte_at_a_time(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_trickle_is_one_byte_at_a_time(sim_clock: SimClock) -> None:
     async with linked(Fault(FaultKind.TRICKLE, byte=2, secs=3)) as link:
         start = trio.current_time()
         await link.near.send([b"go slowly"])
@@ -146,14 +154,14 @@ async def test_a_trickle_is_one_byte_at_a_time(autojump_clock: trio.testing.Mock
         assert trio.current_time() - start == pytest.approx(8 * 3)
 
 
-async def test_bytes_are_corrupted_across_frames(autojump_clock: trio.testing.MockClock) -> None:
+async def test_bytes_are_corrupted_across_frames(sim_clock: SimClock) -> None:
     async with linked(Fault(FaultKind.CORRUPT, byte=2, length=3, mask=0x01)) as link:
         await link.near.send([b"aaa"])
         await link.near.send([b"aaaa"])
         assert await read(link.far, 7) == b"aa```aa"
 
 
-async def test_a_lie_replaces_its_frame(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_lie_replaces_its_frame(sim_clock: SimClock) -> None:
     fault = Fault(FaultKind.LIE, frame=1, rewrite=lambda data: data[::-1] + b"!")
     async with linked(fault) as link:
         for text in (b"one", b"two", b"three"):
@@ -161,7 +169,7 @@ async def test_a_lie_replaces_its_frame(autojump_clock: trio.testing.MockClock) 
         assert await read(link.far, 12) == b"oneowt!three"
 
 
-async def test_faults_are_of_one_direction_and_one_link(autojump_clock: trio.testing.MockClock) -> None:
+async def test_faults_are_of_one_direction_and_one_link(sim_clock: SimClock) -> None:
     async with linked(Fault(FaultKind.RESET, frame=0), direction=Direction.BACK) as link:
         await link.near.send([b"fine"])
         assert await read(link.far, 4) == b"fine"
@@ -172,7 +180,7 @@ async def test_faults_are_of_one_direction_and_one_link(autojump_clock: trio.tes
         second.close()
 
 
-async def test_several_faults_in_the_order_of_their_bytes(autojump_clock: trio.testing.MockClock) -> None:
+async def test_several_faults_in_the_order_of_their_bytes(sim_clock: SimClock) -> None:
     faults = [Fault(FaultKind.HALF_CLOSE, frame=0, byte=5), Fault(FaultKind.CORRUPT, byte=1, mask=0x20)]
     async with linked(*faults) as link:
         await link.near.send([b"abcdefg"])
@@ -180,7 +188,7 @@ async def test_several_faults_in_the_order_of_their_bytes(autojump_clock: trio.t
         assert await at_end(link.far)
 
 
-async def test_latency_and_bandwidth(autojump_clock: trio.testing.MockClock) -> None:
+async def test_latency_and_bandwidth(sim_clock: SimClock) -> None:
     async with linked(conditions=Conditions(latency=0.5, bandwidth=10)) as link:
         start = trio.current_time()
         await link.near.send([bytes(10)])
@@ -191,7 +199,7 @@ async def test_latency_and_bandwidth(autojump_clock: trio.testing.MockClock) -> 
         assert trio.current_time() - start == pytest.approx(3.5)
 
 
-async def test_slices_and_partial_sends_lose_nothing(autojump_clock: trio.testing.MockClock) -> None:
+async def test_slices_and_partial_sends_lose_nothing(sim_clock: SimClock) -> None:
     data = bytes(range(256)) * 4
     async with linked(conditions=Conditions(slices=7, partial=0.5, capacity=100)) as link:
 
@@ -206,7 +214,7 @@ async def test_slices_and_partial_sends_lose_nothing(autojump_clock: trio.testin
         assert link.wire.pipes[Direction.FORWARD].frames == 16
 
 
-async def test_closing_before_reading_is_a_reset(autojump_clock: trio.testing.MockClock) -> None:
+async def test_closing_before_reading_is_a_reset(sim_clock: SimClock) -> None:
     async with linked(conditions=Conditions(latency=1)) as link:
         await link.near.send([b"nobody reads this"])
         await trio.sleep(2)
@@ -216,7 +224,7 @@ async def test_closing_before_reading_is_a_reset(autojump_clock: trio.testing.Mo
 
 
 async def test_a_crashed_party_is_noticed_and_a_vanished_one_is_not(
-    autojump_clock: trio.testing.MockClock,
+    sim_clock: SimClock,
 ) -> None:
     async with linked() as link:
         link.network.crash("stage-1")
@@ -224,7 +232,7 @@ async def test_a_crashed_party_is_noticed_and_a_vanished_one_is_not(
     async with linked(conditions=Conditions(latency=1)) as link:
         await link.far.send([b"never arrives"])
         link.network.vanish("stage-1")
-        assert await hears_nothing(link.near, autojump_clock)
+        assert await hears_nothing(link.near)
         with trio.move_on_after(100) as scope:
             await link.network.of("stage-0").connect(ENDPOINT)
         assert scope.cancelled_caught
@@ -233,7 +241,7 @@ async def test_a_crashed_party_is_noticed_and_a_vanished_one_is_not(
         (await link.network.of("stage-0").connect(ENDPOINT)).close()
 
 
-async def test_faults_may_begin_at_a_time(autojump_clock: trio.testing.MockClock) -> None:
+async def test_faults_may_begin_at_a_time(sim_clock: SimClock) -> None:
     async with linked() as link:
         link.wire.strike(Direction.BACK, Fault(FaultKind.HALF_CLOSE))
         assert await at_end(link.near)
@@ -260,7 +268,7 @@ def test_faults_read_as_text() -> None:
     assert str(fault) == "stage-0>stage-1#0 back: stall inf s at frame 3 byte 2"
 
 
-async def test_it_sends_as_tcp_does_from_any_thread() -> None:
+async def test_it_sends_as_tcp_does_from_any_thread(sim_clock: SimClock) -> None:
     async with linked() as link:
         assert isinstance(link.near, SimLink)
         assert link.near.sends_from_any_thread

@@ -14,6 +14,7 @@ import trio.testing
 
 from bench.ports import reserve_port
 from skippy.config import Endpoint, WireConditions
+from skippy.sim.clock import SimClock
 from skippy.sim.faults import PERFECT, Conditions
 from skippy.sim.network import SimNetwork
 from skippy.stage.links import (
@@ -76,7 +77,7 @@ def make_backend(name: str, nursery: trio.Nursery, files: Certificates) -> Backe
         return Backend(ConditionedTransport(plain, WIRE, nursery))
     if kind == "simulated":
         conditions = Conditions(slices=9_000, partial=0.5, capacity=50_000) if inner else PERFECT
-        return Backend(SimNetwork(1, conditions).of("test"))
+        return Backend(SimNetwork(1, conditions, clock=SimClock()).of("test"))
     tls = TlsTransport(TcpTransport(), files.files())
     backends = {
         "memory": Backend(MemoryTransport()),
