@@ -60,7 +60,7 @@ def settled_length(reply: Reply, asked: int, *, negotiated: bool) -> int:
 
 
 def mark_together(message: Message) -> Message:
-    """A data message whose rows, or those before it, were not computed alone."""
+    """A data message whose rows, or those before it, were not computed alone; or a Stop behind such rows."""
     flags = message.state.flags | StateFlag.COMPUTED_TOGETHER
     return attrs.evolve(message, state=attrs.evolve(message.state, flags=int(flags)))
 

@@ -262,7 +262,12 @@ class Execution(FusedRestores):
         return functools.partial(report_annex, self._context, make=make)
 
     async def _stop(self, message: Message) -> None:
-        stale = 0 if self._session is None else self._session.stale_frames
+        session, alone = self._session, True
+        if session is not None:
+            if session.holding is not None and self._is_together(message):
+                session.holding.together()
+            alone = session.alone
+        stale = 0 if session is None else session.stale_frames
         await self._finish_session()
         self._context.telemetry.emit(
             names.STAGE_BINARY_SESSION_STOP,
@@ -277,6 +282,8 @@ class Execution(FusedRestores):
             return
         await self.wait_settled()
         await self.predictions.release()
+        if not alone and self.downstream.restores:
+            message = mark_together(message)
         await self._request(self.downstream, message, then=self._stopped)
 
     async def _finish_session(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from skippy.protocol import Message, RemoteProtocolError, SessionState
 
-from .errors import LaneLost
 from .session import StageSession
 
 
@@ -43,7 +42,7 @@ class RememberedSession(StageSession):
             return 0
         if self._closed:
             holding.cache.undo(restored)
-            raise LaneLost("the lane ended while a prefix was restored")
+            self.check_open()
         self.sequence = restored.sequence
         holding.hold(restored)
         return restored.length
@@ -56,7 +55,12 @@ class RememberedSession(StageSession):
             await holding.cache.complete(holding.restored)
 
     def settle(self, message: Message, length: int) -> None:
-        """The session is to hold ``length`` of the positions restored for ``message``. Never waits."""
+        """The session is to hold ``length`` of the positions restored for ``message``. Never waits.
+
+        Raises:
+            LaneLost: it was closed since.
+        """
+        self.check_open()
         self._machine.restored(message, length)
         assert self.holding is not None
         self._recall(self.holding.restored, length)

@@ -27,6 +27,7 @@ from skippy.protocol import (
 from skippy.protocol.stats import merge, stage_count, stage_mask
 from skippy.telemetry import names
 
+from .errors import LaneLost
 from .queues import PendingReply
 from .remembering import RememberedSession
 from .restored import RestoreFailed
@@ -209,7 +210,9 @@ class Restores(Steps):
         await self._replies.put(PendingReply(reply))
 
     def _ensure_session(self) -> RememberedSession:
-        """The lane's session: a new one before its first rows, settings or prefix."""
+        """The lane's session: a new one before its first rows, settings or prefix. LaneLost: it ended."""
+        if self._machine.state is UpstreamState.CLOSED:
+            raise LaneLost("the lane has ended")
         if self._session is None:
             self._session = RememberedSession(self._context.scheduler, self._windows, self._context.cache)
         return self._session

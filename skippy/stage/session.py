@@ -75,7 +75,7 @@ class StageSession:
             sequence = await self._scheduler.acquire_sequence(wanted)
             if self._closed:
                 self._scheduler.release_sequence(sequence)
-                raise LaneLost("the lane ended while its session waited for a sequence")
+                self.check_open()
             self.sequence = sequence
 
     @property
@@ -218,7 +218,7 @@ class StageSession:
         """Run what :meth:`prepare` gave. Cancelled, rows that have not begun do not run any more.
 
         The message's activation and the output are in use until the work is over. Raises RequestFailed when
-        the engine refuses or fails, LaneLost where another sequence would do.
+        the engine refuses or fails, LaneLost where another sequence would do, or the session was closed.
         """
         try:
             await self._scheduler.carry_out(work)
@@ -228,6 +228,15 @@ class StageSession:
             if self._scheduler.is_broken(work.segment.sequence):
                 raise LaneLost(f"a native sequence could not be emptied: {exc}") from exc
             raise RequestFailed(str(exc)) from exc
+        self.check_open()
+
+    def check_open(self) -> None:
+        """LaneLost where the session was closed, after any wait: its sequence is somebody else's by now.
+
+        A wait that is over in the same moment as the lane is not cancelled.
+        """
+        if self._closed:
+            raise LaneLost("the lane ended, and its session with it")
 
     def prepare_run(self, message: Message, run: LocalRun, settle: Settle) -> Work:
         """:meth:`prepare_now` for a decode step after which the engine's thread goes on by itself.

@@ -60,8 +60,9 @@ async def test_a_session_remembers_how_it_was_computed(stages: int) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-async def test_who_shares_a_call_is_not_alone_nor_is_who_comes_after(index: int) -> None:
-    """Told to the stages behind with the next chunk; not to those before."""
+@pytest.mark.parametrize("step", [False, True])
+async def test_who_shares_a_call_is_not_alone_nor_is_who_comes_after(index: int, step: bool) -> None:
+    """Told to the stages behind with the next chunk, of a decode step with Stop; not to those before."""
     with trio.fail_after(20):
         async with cached_cluster(3) as cluster, driver_of(cluster) as driver:
             driver.prompt_tokens = len(PROMPT)
@@ -70,8 +71,10 @@ async def test_who_shares_a_call_is_not_alone_nor_is_who_comes_after(index: int)
             for stage in cluster.stages:  # so that every stage has begun
                 await stage.context.scheduler.run(lambda engine: None)
             await driver.ask(K.TRIM_SESSION, token_count=9)
-            cluster.stages[index].context.scheduler._iterations._cut_batches += 1
+            iterations = cluster.stages[index].context.scheduler._iterations
+            iterations._cut_batches += not step
             await driver.ask(K.PREFILL_EMBD, 9, PROMPT[9:-1])
+            iterations._cut_batches += step
             await driver.decode(LAST, PROMPT[-1])
             await driver.ask(K.STOP)
             alone = [cache_of(cluster, each).index.entries()[0].alone for each in range(3)]

@@ -115,7 +115,7 @@ async def test_an_answer_depends_on_its_request_alone(stages: int, seed: int, mo
                 make_engine=functools.partial(load, model),
                 transport=transport,
                 options=StageOptions(safe_mode=True),
-                kv_cache=KvCacheConfig(mode="lookup-record", min_tokens=16, extra_sequences=seed),
+                kv_cache=KvCacheConfig(mode="lookup-record", min_tokens=16, extra_sequences=seed % 4),
                 lane_count=3,
                 ctx_size=512,
             ) as cluster,
