@@ -19,6 +19,7 @@ import numpy as np
 from skippy import __version__
 from skippy.config.quantization import PRESERVE
 from skippy.engine import usable_cores
+from skippy.engine.apart import ChildFailed, run_apart
 from skippy.engine.certify import MOST_STEPS, CutResult, compare_logits
 from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import (
@@ -35,10 +36,10 @@ from skippy.models import (
     weights_sha256,
 )
 
-from .certify_child import ChildFailed, run_apart
 from .checkpoint_flags import checkpoint_options
 from .ending import ending_in_order
 from .errors import FAILURE, CliError, SettingError
+from .model_flags import verify_option
 from .models import MODEL
 from .progress import SliceProgress
 
@@ -78,6 +79,7 @@ MOST_CUTS: Final = 64  # to name; of `all` there are as many as the model has la
     metavar="FILE",
     help="Write a record of what was found.",
 )
+@verify_option
 @checkpoint_options
 def certify(
     model: Path,
@@ -86,6 +88,7 @@ def certify(
     threads: int | None,
     timeout: float,
     record: Path | None,
+    verify_package: bool,
     checkpoint_quantization: str | None,
     checkpoint_imatrix: Path | None,
 ) -> int:
@@ -100,7 +103,8 @@ def certify(
         header = read_model(header_path(model, cache_dir=folder, recipe=recipe))
         layers = _layers_of_whole(model, header)
         wanted = parse_cuts(cuts, layers)
-        trial = Trial(model, header, folder, recipe, layers, steps, threads or usable_cores(), timeout)
+        cores = threads or usable_cores()
+        trial = Trial(model, header, folder, recipe, verify_package, layers, steps, cores, timeout)
         click.echo(f"{'model':<16}{model}\n{'architecture':<16}{trial.architecture}, {layers} layers")
         results: list[CutResult] = []
         for number, places in enumerate(wanted, start=1):
@@ -167,6 +171,7 @@ class Trial:
         model, header: the whole model.
         folder: of slices, each kept only as long as it is run.
         recipe: what a checkpoint becomes.
+        verify: check the SHA-256 of a package's parts.
         layers: of the model.
         steps: tokens after each prompt.
         threads: to compute with.
@@ -178,6 +183,7 @@ class Trial:
     header: GGUFHeader
     folder: Path
     recipe: Recipe | None
+    verify: bool
     layers: int
     steps: int
     threads: int
@@ -227,7 +233,12 @@ class Trial:
             try:
                 infos = [
                     ensure_slice(
-                        self.model, *part, cache_dir=self.folder, progress=progress, recipe=self.recipe
+                        self.model,
+                        *part,
+                        cache_dir=self.folder,
+                        progress=progress,
+                        verify=self.verify,
+                        recipe=self.recipe,
                     )
                     for part in parts
                 ]

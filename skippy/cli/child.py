@@ -15,9 +15,9 @@ import click
 
 from skippy import embed
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, from_json_value
+from skippy.workers.obituary import UNRETURNED
 
 from .errors import SettingError
-from .obituary import UNRETURNED
 from .serving import serve_one
 from .stopping import Stop, end_process, stop_signals
 

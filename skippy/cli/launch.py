@@ -19,8 +19,8 @@ import attrs
 import trio
 
 from skippy.config import OpenAIOptions, StageConfig, StageOptions, StageTopology, to_json_value
+from skippy.workers.obituary import obituary
 
-from .obituary import obituary
 from .stage_lines import StageLine
 
 LAST_LINES = 12

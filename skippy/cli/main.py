@@ -11,7 +11,6 @@ from skippy import __version__
 
 from . import (
     certify,
-    certify_child,
     chat,
     child,
     config_docs,
@@ -50,7 +49,6 @@ for command in (
     sim.sim,
     failure_table.failure_table,
     child.stage_child,
-    certify_child.certify_child,
     config_docs.config_docs,
 ):
     cli.add_command(command)

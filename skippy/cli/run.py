@@ -14,13 +14,13 @@ from click.core import ParameterSource
 from skippy import __version__
 from skippy.config import LOAD_MODES, AccessOptions
 from skippy.telemetry import configure_logging
+from skippy.workers.obituary import UNRETURNED
 
 from . import access_flags, flags, kv_flags
 from .checkpoint_flags import checkpoint_options
 from .demo import DemoOptions, prepare
 from .ending import ending_in_order
 from .launch import Chain
-from .obituary import UNRETURNED
 from .progress import SliceProgress
 from .restarts import DEFAULT_MAX_RESTARTS, RestartPolicy
 from .serve import openai_if_asked, serve_on_terminal

@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 
 import trio
 
-from .obituary import UNRETURNED
+from skippy.workers.obituary import UNRETURNED
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSIST_SECS: Final = 0.2

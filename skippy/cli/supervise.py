@@ -12,10 +12,10 @@ import click
 import trio
 
 from skippy.telemetry import get_logger
+from skippy.workers.obituary import UNRETURNED
 
 from .errors import USAGE, CliError
 from .launch import Chain, Child, End, Notice, live
-from .obituary import UNRETURNED
 from .restarts import RestartPolicy, Restarts
 from .stage_lines import StageLine, Warnings
 from .statistics import STATISTICS_SIGNAL, answer_statistics_signal, log_statistics, process_statistics

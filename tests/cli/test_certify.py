@@ -16,8 +16,8 @@ import pytest
 
 from skippy.cli import certify
 from skippy.cli.certify import parse_cuts
-from skippy.cli.certify_child import COMMAND, ChildFailed, run_apart, run_files
 from skippy.cli.errors import SettingError
+from skippy.engine.apart import COMMAND, ChildFailed, run_apart, run_files
 from skippy.models import FAMILIES, families, write_package, write_slice_of
 from skippy.models.tiny import write_tiny_model
 from tests.cli.support import run_cli
@@ -160,6 +160,21 @@ def test_other_kinds_of_models(capsys: Capture, tmp_path: Path, kind: str) -> No
     assert written["checkpoint_quantization"] == ("Q8_0" if kind == "checkpoint" else None)
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_package_that_was_changed(capsys: Capture, tmp_path: Path) -> None:
+    model = write_package(write_tiny_model(tmp_path / "llama.gguf", "llama", 3), tmp_path / "package").folder
+    part = next(model.glob("**/*layer*1*.gguf"))
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    arguments = ["certify", model, "--cuts", "1", "--threads", "1"]
+    outcome = run_cli(capsys, *arguments)
+    assert outcome.code == 1
+    assert "is damaged or was changed: its SHA-256 is" in outcome.err
+    outcome = run_cli(capsys, *arguments, "--no-verify")
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 of 1 exact")
+
+
 def test_a_process_that_dies_is_a_result(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,8 +236,8 @@ def test_the_process_is_not_for_people() -> None:
         COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (
-        2,
-        "error: certify-child is started by skippy certify; run that instead\n",
+        1,
+        "error: skippy.engine.apart is started by skippy; run `skippy certify` instead\n",
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from skippy.cli.obituary import obituary
 from skippy.cli.restarts import RestartPolicy, Restarts
+from skippy.workers.obituary import obituary
 
 POLICY = RestartPolicy(max_restarts=4, first_pause_secs=1, longest_pause_secs=5, well_secs=60)
 

@@ -1,4 +1,8 @@
-"""Processes in which ``skippy certify`` runs slices: llama.cpp may end its process over one that is wrong."""
+"""Slices run in a process of their own: llama.cpp may end its process over one that is wrong.
+
+``python -m skippy.engine.apart`` is that process. It takes a line of JSON on standard input, which then stays
+open as long as whoever started it lives, and writes the logits to a file.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,24 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-import click
 import numpy as np
 
-from skippy.engine import EngineOptions, StageEngine
+from skippy.engine.base import EngineError, StageEngine
 from skippy.engine.certify import SEQUENCES, run_chain
-from skippy.models import SliceInfo
+from skippy.engine.options import EngineOptions
+from skippy.models import ModelError, SliceInfo
+from skippy.workers.obituary import obituary
 
-from .errors import SettingError
-from .obituary import obituary
-
-COMMAND: Final = (sys.executable, "-P", "-m", "skippy.cli", "certify-child")
+COMMAND: Final = (sys.executable, "-P", "-m", "skippy.engine.apart")
 MAX_SETTINGS_BYTES: Final = 1024 * 1024
 _SETTINGS: Final = ("files", "out", "expected", "steps", "threads")
 _TAIL_BYTES, _TAIL_LINES = 64 * 1024, 3
+_REPORT_SECS: Final = 0.25
 
 
 class ChildFailed(Exception):
@@ -41,6 +45,7 @@ def run_apart(
     steps: int,
     threads: int,
     timeout: float,
+    waiting: Callable[[], None] = lambda: None,
     command: Sequence[str] = COMMAND,
 ) -> None:
     """Run a chain of files in a process of its own, which writes the logits to ``out`` (``.npy``).
@@ -50,6 +55,7 @@ def run_apart(
     Args:
         expected: logits of the unsplit model for the same steps; None: this is it.
         timeout: seconds until it is killed.
+        waiting: called a few times each second; an exception of it ends the process and comes out.
 
     Raises:
         ChildFailed: it died, said that something is wrong, or took too long.
@@ -64,9 +70,7 @@ def run_apart(
             with contextlib.suppress(BrokenPipeError):
                 child.stdin.write(line)
                 child.stdin.flush()
-            code = child.wait(timeout)  # its standard input stays open as long as this process lives
-        except subprocess.TimeoutExpired:
-            raise ChildFailed(f"did not end within {timeout:g} s") from None
+            code = _wait(child, timeout, waiting)  # its standard input stays open as long as this one lives
         finally:
             child.kill()
             child.wait()
@@ -74,6 +78,17 @@ def run_apart(
                 child.stdin.close()
         if code != 0:
             raise ChildFailed(f"the process {obituary(code, _last_lines(log))}")
+
+
+def _wait(child: subprocess.Popen[bytes], timeout: float, waiting: Callable[[], None]) -> int:
+    deadline = time.monotonic() + timeout
+    while True:
+        waiting()
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ChildFailed(f"did not end within {timeout:g} s")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(min(left, _REPORT_SECS))
 
 
 def _last_lines(log: IO[bytes]) -> list[str]:
@@ -84,21 +99,13 @@ def _last_lines(log: IO[bytes]) -> list[str]:
     return said[:_TAIL_LINES] or lines[-_TAIL_LINES:]
 
 
-@click.command("certify-child", hidden=True)
-def certify_child() -> None:
-    """Run the slices that the parent process describes on standard input."""
-    settings = _read_settings()
-    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
-    run_files(**settings)
-
-
 def run_files(files: Sequence[str], out: str, expected: str | None, steps: int, threads: int) -> None:
     """Run a chain of files here; the arguments are those of :func:`run_apart`.
 
     Raises:
         ModelError, EngineError: a file cannot be loaded, or not be run.
     """
-    # Imported here: the commands that need no llama.cpp start without it.
+    # Imported here: whoever only starts processes needs no llama.cpp.
     from skippy.engine.llama import LlamaEngine
 
     options = EngineOptions(
@@ -118,18 +125,18 @@ def run_files(files: Sequence[str], out: str, expected: str | None, steps: int, 
         np.save(out, np.stack(logits))
 
 
-def _read_settings() -> dict[str, Any]:
+def _read_settings() -> dict[str, Any] | None:
     data = b""
     while not data.endswith(b"\n"):
         chunk = os.read(0, 65536)
         if not chunk or len(data) > MAX_SETTINGS_BYTES:
-            raise _not_for_people()
+            return None
         data += chunk
     try:
         settings = json.loads(data)
         return {name: settings[name] for name in _SETTINGS}
     except (ValueError, LookupError, TypeError):
-        raise _not_for_people() from None
+        return None
 
 
 def _end_with_parent() -> None:
@@ -138,5 +145,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _not_for_people() -> SettingError:
-    return SettingError("certify-child is started by skippy certify; run that instead")
+def main() -> None:
+    """Run the slices that the parent process describes on standard input."""
+    settings = _read_settings()
+    if settings is None:
+        sys.exit("error: skippy.engine.apart is started by skippy; run `skippy certify` instead")
+    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
+    try:
+        run_files(**settings)
+    except (EngineError, ModelError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
