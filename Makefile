@@ -20,7 +20,7 @@ FUZZ_SECONDS ?= 60
 
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim families format docs clean
+.PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim families rules format docs clean
 
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
@@ -30,7 +30,8 @@ help:
 	@echo "make schemas    200 random JSON schemas on the bundled model: are the answers valid, and do they end?"
 	@echo "make fuzz   the long run of every fuzz target; make mutants: change skippy/protocol, see if a test fails"
 	@echo "make sim    simulate chains that fail, SIM_SEEDS of them (ARGS=... for skippy sim)"
-	@echo "make families   cut a small model of every architecture everywhere, and write the table in docs/models.md"
+	@echo "make families   cut a small model of every architecture everywhere; write records and table (docs/models.md)"
+	@echo "make rules      take each rule of cutting away: does a small model show it?"
 	@echo "also: lint types imports unit format docs clean"
 
 run: $(VENV)/.stamp-base $(VENV)/.stamp-model
@@ -89,9 +90,13 @@ mutants: $(VENV)/.stamp-dev
 sim: $(VENV)/.stamp-base
 	$(BIN)/skippy sim --count $(SIM_SEEDS) $(ARGS)
 
-# Some minutes; ARGS="gemma2 jamba" for some architectures only, which leaves the table as it is.
+# Some minutes; ARGS="gemma2 jamba" for some architectures only, which leaves the records as they are.
 families: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.support.families $(ARGS)
+
+# Some minutes, too; ARGS as above.
+rules: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.support.family_mutants $(ARGS)
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .

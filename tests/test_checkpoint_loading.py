@@ -14,7 +14,7 @@ import trio
 
 from skippy import embed
 from skippy.cli.demo import DemoOptions, lora_adapter, prepare
-from skippy.config import ConfigError, KvCacheConfig, LoraAdapter
+from skippy.config import ConfigError, KvCacheConfig, LoraAdapter, StageOptions
 from skippy.config.quantization import QUANTIZATIONS, parse_quantization
 from skippy.embed.model_part import find_model_part
 from skippy.engine.recipe import checkpoint_recipe
@@ -181,7 +181,7 @@ def test_adapters_are_what_stages_compare_and_state_belongs_to(folder: Path, tmp
 
     async def identities(*adapters: LoraAdapter) -> tuple[str, bytes | None]:
         found = await find_model_part(
-            config(folder, kv_cache=cache, lora_adapters=adapters), None, None, verify=True
+            config(folder, kv_cache=cache, lora_adapters=adapters), None, None, StageOptions()
         )
         return found.identity.package_id, found.identity.state_readers
 

@@ -23,6 +23,7 @@ from skippy.config import (
     with_environment,
 )
 from skippy.engine import usable_cores
+from skippy.engine.precheck import precheck
 from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import (
     ARTIFACT_SLICE,
@@ -37,6 +38,7 @@ from skippy.models import (
     is_package,
     is_reference,
     load_mode_of,
+    read_model,
 )
 from skippy.topology import (
     LayerRange,
@@ -67,6 +69,7 @@ class DemoOptions:
     model: str | Path | None = None
     load_mode: str | None = None
     verify_package: bool = True
+    precheck: bool = True
     checkpoint_quantization: str | None = None
     checkpoint_imatrix: Path | None = None
     lora: Sequence[str] = ()
@@ -142,6 +145,10 @@ def prepare(options: DemoOptions) -> Chain:
     try:
         listeners += [listen_on(LOOPBACK, f"stage {index}") for index in range(len(ranges))]
         chain = _describe(options, mode, model, summary, ranges, listeners)
+        if options.precheck:
+            with SliceProgress(f"cuts into {len(ranges)} stages") as progress:
+                wanted = [(layers.start, layers.end) for layers in ranges]
+                precheck(read_model(header_path(model, recipe=recipe)), wanted, progress=progress)
         for child, layers in zip(chain.children, ranges, strict=True):
             with SliceProgress(f"layers {layers}") as progress:
                 part = find_part(
@@ -230,6 +237,7 @@ def _describe(
         options=StageOptions(
             link_token=secrets.token_urlsafe(32),
             verify_package=options.verify_package,
+            precheck=options.precheck,
             warm_preconnect=switched_on(WARM_PRECONNECT),
             safe_mode=switched_on(SAFE_MODE),
             peer_timeout_secs=options.peer_timeout_secs,

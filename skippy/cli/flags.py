@@ -152,7 +152,7 @@ allow_plain_option = click.option(
     help="Also talk to peers that send no admission packet; nothing is compared with them.",
 )
 link_security_options = combine(
-    model_flags.verify_option,
+    model_flags.loading_options,
     link_token_option,
     allow_plain_option,
     _tls_file("cert", "This stage's certificate (PEM), for tls:// and wss:// endpoints."),

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import click
 
+from skippy.engine.precheck import precheck as check_cuts
 from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import (
     ModelSummary,
@@ -19,6 +20,7 @@ from skippy.models import (
     is_checkpoint,
     is_package,
     is_reference,
+    read_model,
     write_package,
     write_slice_of,
 )
@@ -27,6 +29,7 @@ from skippy.topology import LayerRange
 from .checkpoint_flags import checkpoint_options
 from .ending import ending_in_order
 from .errors import SettingError
+from .model_flags import loading_options
 from .progress import SliceProgress
 
 
@@ -118,11 +121,14 @@ def _layers(info: SliceInfo) -> str:
     metavar="FILE",
     help="Write here instead of into the slice cache.",
 )
+@loading_options
 @checkpoint_options
 def slice_(
     model: Path,
     layers: str,
     out: Path | None,
+    verify_package: bool,
+    precheck: bool,
     checkpoint_quantization: str | None,
     checkpoint_imatrix: Path | None,
 ) -> None:
@@ -132,8 +138,13 @@ def slice_(
     with ending_in_order(), SliceProgress(f"layers {wanted}") as progress:
         if out is not None and is_package(model):
             raise SettingError("--out: not of a layer package, whose slices are kept in the slice cache")
+        if precheck:
+            header = read_model(header_path(model, progress=progress, recipe=recipe))
+            check_cuts(header, [(wanted.start, wanted.end)], progress=progress)
         if out is None:
-            info = ensure_slice(model, wanted.start, wanted.end, progress=progress, recipe=recipe)
+            info = ensure_slice(
+                model, wanted.start, wanted.end, progress=progress, verify=verify_package, recipe=recipe
+            )
         else:
             info = write_slice_of(model, out, wanted.start, wanted.end, progress=progress, recipe=recipe)
     click.echo(info.path)

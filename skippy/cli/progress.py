@@ -14,6 +14,7 @@ _WORDS = {
     "load": "loading",
     "run": "running",
     "download": "downloading",
+    "compare": "trying out, on a small model,",
 }
 
 

@@ -69,6 +69,11 @@ class StageOptions:
         "modification time) of a file.",
         default=True,
     )
+    precheck: bool = key(
+        "Before a model of a shape that was never tried is cut: make a small random model like it, cut it in "
+        "the same places and compare it with itself unsplit, once. A cut that is not exact is refused.",
+        default=True,
+    )
     warm_preconnect: bool = key(
         "Keep one connection to the stage after this one ready, for the next lane that needs one; commands "
         "take it from SKIPPY_BINARY_WARM_PRECONNECT.",

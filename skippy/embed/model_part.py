@@ -7,8 +7,9 @@ from pathlib import Path
 import attrs
 import trio
 
-from skippy.config import ConfigError, StageConfig, StageTopology
+from skippy.config import ConfigError, StageConfig, StageOptions, StageTopology
 from skippy.engine import usable_cores
+from skippy.engine.precheck import precheck
 from skippy.engine.recipe import checkpoint_recipe
 from skippy.kv.identity import stage_identity
 from skippy.models import (
@@ -44,13 +45,14 @@ class ModelPart:
 
 
 async def find_model_part(
-    config: StageConfig, topology: StageTopology | None, progress: Progress | None, verify: bool
+    config: StageConfig, topology: StageTopology | None, progress: Progress | None, options: StageOptions
 ) -> ModelPart:
     """Find the layers of ``config``, fetched, quantised and cut out first if they are not in the cache yet.
 
     Args:
         progress: as for :func:`skippy.embed.open_stage`.
-        verify: compare the files of a layer package with its manifest.
+        options: whether the files of a layer package are compared with its manifest, and whether a cut that
+            nobody has tried is tried out on a small model.
 
     Raises ConfigError, ModelError. Runs on a worker thread; cancelled, it stops at the next
     report of progress and leaves nothing half-written under a final name.
@@ -61,10 +63,12 @@ async def find_model_part(
         if progress is not None:
             progress(what, done, total)
 
-    return await trio.to_thread.run_sync(_find, config, topology, report, verify)
+    return await trio.to_thread.run_sync(_find, config, topology, report, options)
 
 
-def _find(config: StageConfig, topology: StageTopology | None, report: Progress, verify: bool) -> ModelPart:
+def _find(
+    config: StageConfig, topology: StageTopology | None, report: Progress, options: StageOptions
+) -> ModelPart:
     recipe = checkpoint_recipe(
         config.checkpoint_quantization, config.checkpoint_imatrix, config.checkpoint_imatrix_sha256
     )
@@ -73,6 +77,10 @@ def _find(config: StageConfig, topology: StageTopology | None, report: Progress,
     described = header_path(path, progress=report, recipe=recipe)
     if config.native_mtp_enabled:
         _check_mtp(described)
+    if options.precheck:
+        ranges = [(config.layer_start, config.layer_end)]
+        ranges += [(s.layer_start, s.layer_end) for s in (topology.stages if topology is not None else ())]
+        precheck(read_model(described), ranges, progress=report)
     part = find_part(
         path,
         config.load_mode,
@@ -80,7 +88,7 @@ def _find(config: StageConfig, topology: StageTopology | None, report: Progress,
         config.layer_end,
         manifest_sha256=config.manifest_sha256,
         progress=report,
-        verify=verify,
+        verify=options.verify_package,
         recipe=recipe,
     )
     identity = identify_model(part, described, dialled_ranges(config, topology))

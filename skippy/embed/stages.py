@@ -49,7 +49,8 @@ async def open_stage(
         listen_socket: an already listening TCP socket to use instead of binding ``config.bind_addr``, whose
             scheme still says what is spoken on it.
         progress: called from worker threads as (what, bytes done, bytes in all) while a slice is made
-            (``"hash"``, ``"wait"``, ``"write"``) and loaded (``"load"``).
+            (``"hash"``, ``"wait"``, ``"write"``) and loaded (``"load"``), and with
+            (``"compare"``, 0, 0) while a small model like it is tried out.
         inline: run the engine on the event loop; for tiny exact engines under a virtual clock.
         ending_secs: asked as the block is left: how long what the prefix cache holds may still be written to
             its directory, where it has one.
@@ -57,7 +58,8 @@ async def open_stage(
     Raises:
         ConfigError: configuration and topology contradict each other, a key asks for a feature of the model
             that is not used yet, or the TLS files and the endpoints do not fit.
-        ModelError, ModelLoadError: the model cannot be read, cut or loaded.
+        ModelError, ModelLoadError: the model cannot be read, cut or loaded; or a small one like it is not the
+            same when it is cut (``options.precheck``).
         StageStartError: a neighbour is missing, or the model part is not the configured one.
         OSError: the address cannot be bound.
 
@@ -156,7 +158,7 @@ async def _prepare_llama(
 ) -> tuple[MakeEngine, ModelIdentity]:
     """What loads llama.cpp with the stage's layers, and the model that these are of."""
     # Cut before binding and outside the engine thread: it may take minutes and must be cancellable.
-    part = await find_model_part(config, topology, progress, options.verify_package)
+    part = await find_model_part(config, topology, progress, options)
     settings = engine_options(config, part.adapters)
     return functools.partial(_load_llama, part.layers, settings, progress, stopped), part.identity
 

@@ -53,7 +53,8 @@ class Family:
         token_rows: later slices read the embeddings of the tokens, and get their ids.
         hash_tables: layers below ``hash_layer_count`` choose experts by the id of the token.
         lookups: layers in ``ple.layers`` look tables up by token id; only slices with such a layer have them.
-        zero_scale: ``embedding_scale`` must be written as 0 in later slices, it has a default.
+        zero_scale: ``embedding_scale`` must be written as 0 in later slices also where the file has none: it
+            has a default.
         window_period: layers look at a window except the last of each so many, where the file is silent; 0:
             the file always says.
         full_first: it is the first of each period that looks at everything.
@@ -101,6 +102,16 @@ class Family:
     keeps_vocabulary: bool = False
     generates: bool = True
 
+    @property
+    def text(self) -> str:
+        """What the line says: all that is not as it is for most families."""
+        said: list[str] = []
+        for field in attrs.fields(type(self)):
+            value = getattr(self, field.name)
+            if field.name != "architecture" and value != field.default:
+                said.append(f"{field.name}={value.name if isinstance(value, enum.Enum) else repr(value)}")
+        return ", ".join(said)
+
 
 def _family(architecture: str, **rules: object) -> Family:
     return Family(architecture=architecture, **rules)  # type: ignore[arg-type]
@@ -108,9 +119,10 @@ def _family(architecture: str, **rules: object) -> Family:
 
 _PLAIN = (
     "arcee arctic bailingmoe3 chatglm deepseek deepseek32 dots3note ernie4_5 exaone falcon falcon-h1 gpt2 "
-    "grovemoe hunyuan-dense hunyuan-moe hunyuan_vl hy_v3 jais2 jamba lfm2 lfm2moe llama maincoder mamba "
-    "mamba2 mistral3 mistral4 mpt nanbeige olmo openelm paddleocr pangu-embedded phi3 pockettts qwen2 "
-    "qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe refact seed_oss spark2_5 starcoder starcoder2"
+    "granite granite_swa granitehybrid granitemoe grovemoe hunyuan-dense hunyuan-moe hunyuan_vl hy_v3 "
+    "jais2 jamba lfm2 lfm2moe llama maincoder mamba mamba2 mistral3 mistral4 mpt nanbeige olmo openelm "
+    "paddleocr pangu-embedded phi3 pockettts qwen2 qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe refact "
+    "seed_oss spark2_5 starcoder starcoder2"
 )
 _OUTPUT_REQUIRED = (
     "bailingmoe bailingmoe2 codeshell dbrx dots1 gptneox internlm2 jais kimi-linear maple mimo2 minimax-m2 "
@@ -129,22 +141,18 @@ _TABLE = (
     _family("exaone-moe", window_period=4, **_HEAD),
     _family("gemma3", window_period=6, pinned=(62,)),
     _family("gpt-oss", window_period=2, **_HEAD),
-    _family("granite_swa", zero_scale=True),
     _family("laguna", window_period=4, full_first=True),
     _family("mellum", window_period=4, **_HEAD),
     _family("olmo2", window_period=4, **_HEAD),
     _family("plamo3", window_period=8),
     # Recurrent layers: likewise.
-    _family("granitehybrid", zero_scale=True),
     _family("nemotron_h", boundary="nemotron_h_block_out-{}", mixed_only=True),
     _family("nemotron_h_moe", boundary="nemotron_h_block_out-{}", mixed_only=True),
     _family("plamo2", boundary="ffn_residual-{}"),
     _family("qwen35", interval=4),
     _family("qwen35moe", interval=4),
     _family("qwen3next", interval=4),
-    # The embedding is scaled on its way in, by a factor that can be switched off.
-    _family("granite", zero_scale=True),
-    _family("granitemoe", zero_scale=True),
+    # The embedding is scaled on its way in, also where the file does not say so.
     _family("grok", zero_scale=True),
     _family("minicpm", zero_scale=True),
     # Defaults that depend on the number of layers.

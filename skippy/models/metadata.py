@@ -20,7 +20,7 @@ from skippy.models.layers import (
 Entry = Metadata | bytes
 
 # Arrays under the architecture's prefix that may be as long as the layer list without being per layer.
-_NOT_PER_LAYER = ("rope.dimension_sections", "classifier.output_labels", "ple.")
+NOT_PER_LAYER = ("rope.dimension_sections", "classifier.output_labels", "ple.")
 _IMAGES = ("n_deepstack_layers", "deepstack_mapping")
 """What a model of images adds to the first layers: nothing for text, but rows of the input would be wider."""
 
@@ -175,7 +175,7 @@ def _lookups(header: GGUFHeader, prefix: str, picks: Picks) -> list[Entry]:
 
 
 def _is_per_layer(name: str, array: LazyArray, header: GGUFHeader, prefix: str) -> bool:
-    if name.startswith(_NOT_PER_LAYER):
+    if name.startswith(NOT_PER_LAYER):
         return False
     return len(array) >= header.count(prefix + "block_count")
 

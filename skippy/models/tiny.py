@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 
@@ -28,26 +30,82 @@ _WHOLE = ("rope.dimension_sections", "ple.")
 """Arrays that are not per layer begin like this."""
 
 
+Value = tuple[Any, GGUFValueType]
+"""A scalar, or a list, and the type of it or of its elements."""
+
+
 @functools.cache
-def _data() -> Mapping[str, Any]:
+def tiny_data() -> Mapping[str, Any]:
+    """What ``tiny.json`` holds."""
     data: Mapping[str, Any] = json.loads(resources.files(__package__).joinpath("tiny.json").read_text())
     return data
 
 
+@attrs.frozen(slots=True, kw_only=True, eq=False)
+class TinyModel:
+    """A small random model, to be written.
+
+    Attributes:
+        architecture: ``general.architecture``.
+        vocabulary: tokens; the tokenizer is of no use but for their number.
+        metadata: under the architecture's prefix, by name without it.
+        tensors: shapes, contiguous size first.
+        seed: of the weights.
+    """
+
+    architecture: str
+    vocabulary: int
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, tuple[int, ...]]
+    seed: tuple[int, ...] = (0,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return 4 * sum(map(math.prod, self.tensors.values()))
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write it; the same model gives the same file."""
+        writer = GGUFWriter(os.fspath(path), self.architecture)
+        for key, (value, kind) in self.metadata.items():
+            if isinstance(value, list):
+                writer.add_key_value(f"{writer.arch}.{key}", value, GGUFValueType.ARRAY, kind)
+            else:
+                writer.add_key_value(f"{writer.arch}.{key}", value, kind)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([f"tok{index}" for index in range(self.vocabulary)])
+        writer.add_token_types([1] * self.vocabulary)
+        writer.add_token_merges(["t o"])
+        generator = np.random.default_rng(self.seed)
+        for name, shape in self.tensors.items():
+            writer.add_tensor(name, _weights(generator, name, shape))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return Path(path)
+
+    def describe(self) -> list[Any]:
+        """All that decides what the file is, as JSON can hold it."""
+        values = [[key, value, int(kind)] for key, (value, kind) in self.metadata.items()]
+        return [self.architecture, self.vocabulary, values, list(self.tensors.items()), self.seed]
+
+
 def tiny_models() -> tuple[str, ...]:
     """What :func:`write_tiny_model` makes: names of architectures, some with a variant ``-moe``."""
-    return tuple(_data()["families"])
+    return tuple(tiny_data()["families"])
 
 
 def tiny_architecture(name: str) -> str:
     """``general.architecture`` of one of :func:`tiny_models`."""
-    architecture: str = _data()["families"][name].get("architecture", name)
+    architecture: str = tiny_data()["families"][name].get("architecture", name)
     return architecture
 
 
 def tiny_layers(name: str) -> int:
     """How deep the model is by default: six layers, more where a pattern repeats more slowly."""
-    layers: int = _data()["families"][name].get("layers", _LAYERS)
+    layers: int = tiny_data()["families"][name].get("layers", _LAYERS)
     return layers
 
 
@@ -73,32 +131,24 @@ def write_tiny_model(
         tensors: adds tensors by name and shape (contiguous size first); None leaves one out.
         tied: without an output matrix of its own.
     """
-    family = _data()["families"][name]
+    family = tiny_data()["families"][name]
     layers = tiny_layers(name) if layers is None else layers
-    values = {**_data()["metadata"], **family["metadata"], **(metadata or {})}
-    vocabulary = family.get("vocabulary", 128)
-    writer = GGUFWriter(os.fspath(path), tiny_architecture(name))
-    prefix = writer.arch
-    _add(writer, f"{prefix}.block_count", layers)
-    _add(writer, f"{prefix}.vocab_size", vocabulary)
+    values = {**tiny_data()["metadata"], **family["metadata"], **(metadata or {})}
+    architecture, vocabulary = tiny_architecture(name), family.get("vocabulary", 128)
+    entries = {"block_count": _typed(layers), "vocab_size": _typed(vocabulary)}
     for key, value in values.items():
         if value is not None:
-            _add(writer, f"{prefix}.{key}", _deepened(key, value, layers), _data()["types"].get(key))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"tok{index}" for index in range(vocabulary)])
-    writer.add_token_types([1] * vocabulary)
-    writer.add_token_merges(["t o"])
-    generator = np.random.default_rng([seed, *name.encode()])
+            entries[key] = _typed(_deepened(key, value, layers), tiny_data()["types"].get(key))
     shapes = dict(_tensors(family, layers, values.get("leading_dense_block_count", 0)))
-    for tensor, shape in {**shapes, **(tensors or {}), **({"output.weight": None} if tied else {})}.items():
-        if shape is not None:
-            writer.add_tensor(tensor, _weights(generator, tensor, shape))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return Path(path)
+    shapes_of_all = {**shapes, **(tensors or {}), **({"output.weight": None} if tied else {})}
+    model = TinyModel(
+        architecture=architecture,
+        vocabulary=vocabulary,
+        metadata=entries,
+        tensors={tensor: shape for tensor, shape in shapes_of_all.items() if shape is not None},
+        seed=(seed, *name.encode()),
+    )
+    return model.write(path)
 
 
 def _deepened(key: str, value: object, layers: int) -> object:
@@ -107,35 +157,32 @@ def _deepened(key: str, value: object, layers: int) -> object:
     return [value[index % len(value)] for index in range(layers)]
 
 
-def _add(writer: GGUFWriter, key: str, value: Any, kind: str | None = None) -> None:
+def _typed(value: Any, kind: str | None = None) -> Value:
     if isinstance(value, dict):  # a type that the value itself does not show
         value, kind = value["value"], value["type"]
     if kind is None:
         sample: object = value[0] if isinstance(value, list) else value
         kind = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}[type(sample)]
-    if isinstance(value, list):
-        writer.add_key_value(key, value, GGUFValueType.ARRAY, GGUFValueType[kind])
-    else:
-        writer.add_key_value(key, value, GGUFValueType[kind])
+    return value, GGUFValueType[kind]
 
 
 def _tensors(family: Mapping[str, Any], layers: int, dense: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     mixers, ffns = family["mixers"], family["ffns"]
-    yield from _part(family["other"], "")
+    yield from tiny_part(family["other"], "")
     lookups = family["metadata"].get("ple.layers", range(layers))
     for layer in range(layers):
         block = f"blk.{layer}."
-        for name, shape in _part(mixers[layer % len(mixers)], block):
+        for name, shape in tiny_part(mixers[layer % len(mixers)], block):
             if layer in lookups or ".ple_" not in name:
                 yield name, shape
         if dense and len(ffns) > 1:
-            yield from _part(ffns[0 if layer < dense else 1], block)
+            yield from tiny_part(ffns[0 if layer < dense else 1], block)
         else:
-            yield from _part(ffns[layer % len(ffns)], block)
+            yield from tiny_part(ffns[layer % len(ffns)], block)
 
 
-def _part(index: int, block: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    part: Mapping[str, str] = _data()["parts"][index]
+def tiny_part(index: int, block: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    part: Mapping[str, str] = tiny_data()["parts"][index]
     for shape, names in part.items():
         for name in names.split():
             yield block + name, tuple(map(int, shape.split()))

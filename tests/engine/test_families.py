@@ -15,7 +15,7 @@ from skippy.models import FAMILIES, GGUFHeader, UnsupportedArchitectureError, fa
 from skippy.models.tiny import tiny_architecture, tiny_models, write_tiny_model
 from tests.support.families import VARIANTS, Variant, load, run_variant
 
-DEEP = 10  # layers; deeper models are left to `make families`
+DEEP = 10  # layers; deeper models, and those with a tied head, are left to `make families`
 
 
 def test_the_table_and_the_small_models_are_of_the_same_families() -> None:
@@ -24,7 +24,9 @@ def test_the_table_and_the_small_models_are_of_the_same_families() -> None:
     assert set(FAMILIES) <= made
 
 
-@pytest.mark.parametrize("variant", [found for found in VARIANTS if (found.layers or 0) <= DEEP], ids=str)
+@pytest.mark.parametrize(
+    "variant", [found for found in VARIANTS if (found.layers or 0) <= DEEP and not found.tied], ids=str
+)
 def test_a_chain_gives_the_bits_of_the_unsplit_model(variant: Variant, tmp_path: Path) -> None:
     model = variant.write(tmp_path / "model.gguf")
     header = GGUFHeader.read(model)

@@ -1,17 +1,19 @@
 """All small models, and files of the same families that leave to defaults what others say.
 
-``python -m tests.support.families`` cuts each of them everywhere, in two and in three, and writes the table
-in ``docs/models.md`` from what it finds. llama.cpp ends the process where a slice is wrong in some ways, so
-models have processes of their own.
+``python -m tests.support.families`` cuts each of them everywhere, in two and in three. What it finds are the
+records that come with the package; the table in ``docs/models.md`` is made of them. llama.cpp ends the
+process where a slice is wrong in some ways, so models have processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import math
 import multiprocessing
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,10 +22,13 @@ import attrs
 from skippy.engine import EngineOptions
 from skippy.engine.certify import SEQUENCES, Comparison, CutResult
 from skippy.engine.llama import LlamaEngine
-from skippy.models import FAMILIES, SliceInfo
+from skippy.models import FAMILIES, GGUFHeader, SliceInfo
+from skippy.models.records import RECORDS, Record, Records, new_records
+from skippy.models.shape import shape_of
 from skippy.models.tiny import tiny_architecture, tiny_models, write_tiny_model
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+RECORDS_FILE = Path(__file__).resolve().parents[2] / "skippy" / "models" / RECORDS
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 
 
@@ -40,9 +45,12 @@ class Variant:
     layers: int | None = None
     cuts: Sequence[tuple[int, ...]] = ()
     tensors: dict[str, tuple[int, ...] | None] = attrs.field(factory=dict)
+    tied: bool = False
 
     def write(self, path: Path) -> Path:
-        return write_tiny_model(path, self.model, self.layers, metadata=self.metadata, tensors=self.tensors)
+        return write_tiny_model(
+            path, self.model, self.layers, metadata=self.metadata, tensors=self.tensors, tied=self.tied
+        )
 
     def __str__(self) -> str:
         return f"{self.model} {self.about}".strip()
@@ -89,8 +97,16 @@ def _deci() -> Variant:
     return Variant("deci", "with incomplete layers", {**heads, **ffn}, 6, (), dict.fromkeys(gone))
 
 
+_TIED = (
+    "arcee ernie4_5 exaone exaone4 falcon-h1 gemma3 granite granite-moe granitehybrid hunyuan-dense lfm2 "
+    "lfm2moe llama llama-moe minicpm3 mistral3 nanbeige phi3 qwen2 qwen3 qwen35 qwen3moe smollm3 "
+    "starcoder2"
+)
+"""Families of which there are files without an output matrix of their own."""
 _PATTERN = "attention.sliding_window_pattern"
+_WINDOW = "attention.sliding_window"
 _RECURRENT = "attention.recurrent_layers"
+_NO_BIAS: dict[str, tuple[int, ...] | None] = {"output.bias": None}
 
 
 def _is_served(model: str) -> bool:
@@ -100,6 +116,7 @@ def _is_served(model: str) -> bool:
 
 VARIANTS: tuple[Variant, ...] = (
     *(Variant(model) for model in tiny_models() if _is_served(model)),
+    *(Variant(model, "with a tied head", tied=True) for model in _TIED.split()),
     *(
         _silent(model, _PATTERN, layers=layers)
         for model, layers in (
@@ -126,6 +143,16 @@ VARIANTS: tuple[Variant, ...] = (
     *(_predicting(model) for model in ("glm4moe", "hy_v3", "qwen35", "qwen3next")),
     _deci(),
     _sharing("glm-dsa"),
+    *(
+        Variant(
+            model, f"without output.bias{', with a tied head' if tied else ''}", tensors=_NO_BIAS, tied=tied
+        )
+        for model in ("qwen2", "qwen2vl")
+        for tied in (False, True)
+    ),
+    *(_silent(model, _RECURRENT) for model in ("falcon-h1", "mamba", "mamba2")),
+    *(_silent(model, _WINDOW, _PATTERN) for model in ("exaone4", "olmo2", "lfm2")),
+    attrs.evolve(_silent("lfm2", _WINDOW, _PATTERN), about="without windows, with a tied head", tied=True),
 )
 
 
@@ -163,43 +190,63 @@ def run_variant(
         comparison.close()
 
 
-def _in_process(index: int) -> list[CutResult]:
+def record_of(variant: Variant, shape: Sequence[str], results: Sequence[CutResult]) -> Record:
+    """What is kept of a model that was cut."""
+    count = Counter(result.verdict for result in results)
+    errors = [result.difference for result in results if result.difference is not None]
+    finite = [error for error in errors if math.isfinite(error)]
+    return Record(
+        str(variant),
+        tuple(shape),
+        FAMILIES[shape[0]].text,
+        **{name: count[name] for name in ("exact", "refused", "differs", "failed")},
+        largest_error=max(finite, default=None),
+    )
+
+
+def try_variant(index: int) -> Record:
+    """Cut one of them everywhere."""
+    variant = VARIANTS[index]
     with tempfile.TemporaryDirectory() as folder:
-        return run_variant(VARIANTS[index], Path(folder))
+        results = run_variant(variant, Path(folder))
+        shape = shape_of(GGUFHeader.read(Path(folder) / "model.gguf"))
+    return record_of(variant, shape, results)
 
 
-def row(variant: Variant, results: Sequence[CutResult]) -> str:
-    """A line of the table."""
-    exact = sum(result.exact for result in results)
-    refused = sum(result.difference is None for result in results)
-    wrong = max((result.difference or 0.0 for result in results), default=0.0)
-    verdict = "exact" if exact and not wrong else f"wrong, by up to {wrong:.2g}" if wrong else "refused"
-    return f"| {variant} | {verdict} | {exact} | {refused or ''} |\n"
+def document(records: Records) -> str:
+    """``docs/models.md`` with the table of these records."""
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + records.table() + END + after
+
+
+def write_records(found: Sequence[Record]) -> None:
+    """Into the package, and the table made of them into the document."""
+    records = new_records(found)
+    records.write(RECORDS_FILE)
+    DOCUMENT.write_text(document(records))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Cut every small model everywhere.")
-    parser.add_argument("only", nargs="*", help="architectures; without, all, and the table is written")
+    parser.add_argument("only", nargs="*", help="architectures; without, all, and the records are written")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     chosen = [i for i, found in enumerate(VARIANTS) if not arguments.only or found.model in arguments.only]
-    lines, failed, exact = [], 0, set()
+    found: list[Record] = []
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-        for index, results in zip(chosen, pool.map(_in_process, chosen), strict=True):
-            lines.append(row(VARIANTS[index], results))
-            sys.stdout.write(lines[-1])
+        for record in pool.map(try_variant, chosen):
+            found.append(record)
+            sys.stdout.write(
+                f"{record.model}: {record.verdict}, {record.exact} cuts, {record.refused} refused\n"
+            )
             sys.stdout.flush()
-            wrong = any(result.difference for result in results)
-            failed += wrong
-            if not wrong and any(result.exact for result in results):
-                exact.add(tiny_architecture(VARIANTS[index].model))
-    sys.stdout.write(f"{len(exact)} architectures are exact, {failed} of {len(lines)} models are not\n")
+    failed = sum(record.differs + record.failed > 0 for record in found)
+    exact = new_records(found).architectures
+    sys.stdout.write(f"{len(exact)} architectures are exact, {failed} of {len(found)} models are not\n")
     if not arguments.only:
-        head = "| model | verdict | ways to cut it that are exact | refused |\n| --- | --- | --- | --- |\n"
-        before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        DOCUMENT.write_text(before + BEGIN + head + "".join(lines) + END + after)
+        write_records(found)
     return min(failed, 1)
 
 
