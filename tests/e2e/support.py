@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import openai
 
 from bench.ports import reserve_port
 from tests.support.processes import Process, running
@@ -30,6 +31,11 @@ class ServedChain(Served):
     """Stages that were started one by one, first to last."""
 
     stages: list[Process]
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    """The official client of an endpoint."""
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from typing import Any
 
 import attrs
 import httpx
-import openai
 import pytest
 import trio
 
@@ -23,7 +22,7 @@ from skippy.embed import open_openai, open_stage
 from skippy.stage.links import MemoryTransport
 from tests.support.certificates import Certificates
 
-from .support import serve_chain, write_chain
+from .support import client_of, serve_chain, write_chain
 
 LANES = 2
 CONTEXT = 4096
@@ -49,13 +48,13 @@ class Client:
     model: str = "smollm2"
 
     def chat(self, **fields: Any) -> Any:
-        with openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60) as client:
+        with client_of(self.url) as client:
             fields = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0, **fields}
             answer = client.chat.completions.create(model=self.model, **fields)
             return list(answer) if fields.get("stream") else answer
 
     def complete(self, **fields: Any) -> Any:
-        with openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60) as client:
+        with client_of(self.url) as client:
             fields = {"prompt": TEXT, "max_tokens": 16, "temperature": 0, **fields}
             answer = client.completions.create(model=self.model, **fields)
             return list(answer) if fields.get("stream") else answer

@@ -20,19 +20,15 @@ from skippy.engine import EngineOptions, Vocabulary
 from skippy.engine.llama import LlamaEngine
 from skippy.models import SliceInfo
 
-from .support import Served, serve
+from .support import Served, client_of, serve
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours of the rainbow."}]
 TEXT = "Once upon a time, in a small village by the sea, there lived"
 
 
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=60)
-
-
 def chat(served: Served, **fields: Any) -> ChatCompletion:
     fields = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0, **fields}
-    result = client(served).chat.completions.create(model=served.model, **fields)
+    result = client_of(served.url).chat.completions.create(model=served.model, **fields)
     assert isinstance(result, ChatCompletion)
     return result
 
@@ -48,7 +44,7 @@ def vocabulary(bundled_model: Path) -> Vocabulary:
 def test_greedy_text_is_the_same_for_one_two_and_three_stages(bundled_model: Path, chain: Served) -> None:
     def texts(served: Served) -> tuple[Any, ...]:
         """With the log-probabilities, which the last stage sends with each token."""
-        completion = client(served).completions.create(
+        completion = client_of(served.url).completions.create(
             model=served.model, prompt=TEXT, max_tokens=48, temperature=0, logprobs=3
         )
         answer = chat(served, max_tokens=48).choices[0].message.content
@@ -94,7 +90,7 @@ def test_uneven_cuts_change_nothing(bundled_model: Path, chain: Served) -> None:
 
 
 def test_usage_counts_what_the_tokenizer_counts(chain: Served, vocabulary: Vocabulary) -> None:
-    completion = client(chain).completions.create(
+    completion = client_of(chain.url).completions.create(
         model=chain.model, prompt=TEXT, max_tokens=20, temperature=0
     )
     prompt = vocabulary.tokenize(TEXT, add_special=True, parse_special=True)
@@ -110,7 +106,7 @@ def test_usage_counts_what_the_tokenizer_counts(chain: Served, vocabulary: Vocab
 def test_streaming_gives_the_same_text_and_usage(chain: Served) -> None:
     whole = chat(chain)
     pieces, usage, ids = [], None, set()
-    stream = client(chain).chat.completions.create(
+    stream = client_of(chain.url).chat.completions.create(
         model=chain.model,
         messages=MESSAGES,
         max_tokens=24,
@@ -125,11 +121,11 @@ def test_streaming_gives_the_same_text_and_usage(chain: Served) -> None:
     assert "".join(pieces) == whole.choices[0].message.content
     assert usage == whole.usage
     assert len(ids) == 1
-    text = client(chain).completions.create(
+    text = client_of(chain.url).completions.create(
         model=chain.model, prompt=TEXT, max_tokens=12, temperature=0, stream=True
     )
     streamed = "".join(chunk.choices[0].text for chunk in text if chunk.choices)
-    completion = client(chain).completions.create(
+    completion = client_of(chain.url).completions.create(
         model=chain.model, prompt=TEXT, max_tokens=12, temperature=0
     )
     assert streamed == completion.choices[0].text
@@ -187,13 +183,13 @@ def test_in_safe_mode_answers_do_not_depend_on_what_else_runs(bundled_model: Pat
 
 def test_errors_are_the_clients_typed_exceptions(chain: Served) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
-        client(chain).chat.completions.create(model="nonesuch", messages=MESSAGES)
+        client_of(chain.url).chat.completions.create(model="nonesuch", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as several:
         chat(chain, n=129)
     assert several.value.param == "n"
     with pytest.raises(openai.BadRequestError) as long:
-        client(chain).completions.create(model=chain.model, prompt="word " * 9000, max_tokens=1)
+        client_of(chain.url).completions.create(model=chain.model, prompt="word " * 9000, max_tokens=1)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as typed:
         chat(chain, temperature="hot")
@@ -251,7 +247,7 @@ def test_a_stop_string_ends_the_text_before_it(chain: Served) -> None:
 
 def test_logit_bias_reaches_the_last_stage(chain: Served, vocabulary: Vocabulary) -> None:
     token = vocabulary.tokenize(" banana", add_special=False, parse_special=False)[0]
-    completion = client(chain).completions.create(
+    completion = client_of(chain.url).completions.create(
         model=chain.model, prompt=TEXT, max_tokens=3, temperature=0, logit_bias={str(token): 100}
     )
     assert completion.choices[0].text == vocabulary.piece(token).decode() * 3
@@ -272,11 +268,11 @@ def test_text_that_the_tokenizer_cannot_take_is_a_400_and_not_a_crash(chain: Ser
 
 def test_the_other_routes_give_what_chat_gives(chain: Served) -> None:
     expected = chat(chain).choices[0].message.content
-    response = client(chain).responses.create(
+    response = client_of(chain.url).responses.create(
         model=chain.model, input=MESSAGES, max_output_tokens=24, temperature=0
     )
     assert response.output_text == expected
-    follow = client(chain).responses.create(
+    follow = client_of(chain.url).responses.create(
         model=chain.model,
         input="And another one?",
         previous_response_id=response.id,

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 
 from tests.support.processes import running
 
-from .support import Served, serve
+from .support import Served, client_of, serve
 
 SYSTEM = (
     "You are the keeper of a lighthouse on a small island in the north. You know the tides, the birds and "
@@ -39,7 +38,7 @@ def chain(bundled_model: Path) -> Iterator[Served]:
 
 
 def ask(served: Served, messages: list[dict[str, Any]], key: str = "none", **fields: Any) -> Any:
-    client = openai.OpenAI(base_url=served.url, api_key=key, max_retries=0, timeout=60)
+    client = client_of(served.url, key)
     body: Any = {"messages": messages, "max_tokens": 24, "temperature": 0, **fields}
     return client.chat.completions.create(model=served.model, **body)
 

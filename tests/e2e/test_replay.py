@@ -81,9 +81,7 @@ def test_an_answer_goes_on_with_the_draws_that_it_would_have_had(
     bundled_model: Path, tmp_path: Path, whole: WholeModel
 ) -> None:
     """Penalties, DRY and seed as in the whole model, where everything is computed again at the same token."""
-    vocabulary = whole.engine.vocabulary
-    assert vocabulary is not None
-    prompt = vocabulary.tokenize("A recipe for bread:", add_special=True, parse_special=False)
+    prompt = whole.vocabulary.tokenize("A recipe for bread:", add_special=True, parse_special=False)
     commands = write_chain(tmp_path, bundled_model, ["127.0.0.1"] * 3, lane_count=1)
     with serve_chain(commands) as chain:
         try:
@@ -95,5 +93,4 @@ def test_an_answer_goes_on_with_the_draws_that_it_would_have_had(
     assert reason == "length"
     assert len(replays) == 1
     assert KILL_AFTER <= replays[0] < TOKENS
-    right = whole.answer(prompt, TOKENS, replays)
-    assert text == b"".join(map(vocabulary.piece, right)).decode(errors="replace")
+    assert text == whole.text(whole.answer(prompt, TOKENS, replays))

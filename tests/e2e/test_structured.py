@@ -6,12 +6,11 @@ import re
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from bench.schemas import ask_all, faults_of
 
-from .support import Served
+from .support import Served, client_of
 
 
 def test_answers_held_to_random_schemas_are_valid_and_end(chain: Served) -> None:
@@ -66,7 +65,7 @@ def test_the_official_client_parses_what_it_asked_for(chain: Served) -> None:
         age: int = Field(ge=0, le=150)
         friends: list[str] = Field(max_length=0)
 
-    client = openai.OpenAI(base_url=chain.url, api_key="none", max_retries=0, timeout=60)
+    client = client_of(chain.url)
     parsed = client.chat.completions.parse(
         model=chain.model,
         messages=[{"role": "user", "content": "Describe a person."}],

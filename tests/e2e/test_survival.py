@@ -12,67 +12,28 @@ import httpx
 import psutil
 import pytest
 
-from skippy.engine import EngineOptions, Segment, Vocabulary
+from skippy.engine import EngineOptions
 from skippy.engine.llama import LlamaEngine
+from skippy.frontend.fields import Fields
+from skippy.frontend.sampling import parse_sampling
 from skippy.models import ensure_slice
 from tests.support.processes import until_patience_ends
+from tests.support.whole_model import WholeModel
 
 from .support import LAYERS, Served, serve
 
 CONTEXT = 256
 TOKENS = 150
+GREEDY = {"temperature": 0, "ignore_eos": True}
 KILL_AFTER = 12
 """Pieces of text that the client has when the stage is killed."""
 
 
-class WholeModel:
-    """The unsplit model, whose numbers the chain's are, where its batches have the same shapes."""
-
-    def __init__(self, model: Path) -> None:
-        options = EngineOptions(context_length=CONTEXT, max_sequences=1, n_threads=1)
-        self._engine = LlamaEngine.load(ensure_slice(model, 0, LAYERS), options)
-        assert self._engine.vocabulary is not None
-        self.vocabulary: Vocabulary = self._engine.vocabulary
-
-    def close(self) -> None:
-        self._engine.close()
-
-    def answer(self, prompt: Sequence[int], replays: Sequence[int]) -> list[int]:
-        """TOKENS greedy tokens; behind each number of them in ``replays`` everything is computed again.
-
-        As stage 0 does it: the prompt as one chunk, what was generated as another one, then step by step.
-        """
-        self._engine.drop(0)
-        self._feed(prompt[:-1])
-        tokens = [self._next([prompt[-1]])]
-        for end in [*replays, TOKENS]:
-            while len(tokens) < end:
-                tokens.append(self._next(tokens[-1:]))
-            if end < TOKENS:
-                self._engine.drop(0)
-                self._feed(prompt)
-                tokens.append(self._next(tokens))
-        return tokens
-
-    def _feed(self, tokens: Sequence[int], logits: int = 0) -> None:
-        position = self._engine.length(0)
-        self._engine.decode([Segment(0, position, len(tokens), tokens=list(tokens), logits=logits)])
-
-    def _next(self, tokens: Sequence[int]) -> int:
-        """The likeliest token behind these that does not end the answer."""
-        self._feed(tokens, logits=1)
-        for token in self._engine.logits(0).argsort(kind="stable")[::-1]:
-            if not self.vocabulary.is_end_of_generation(int(token)):
-                return int(token)
-        raise AssertionError("every token ends the answer")
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return b"".join(map(self.vocabulary.piece, tokens)).decode(errors="replace")
-
-
 @pytest.fixture(scope="module")
 def whole(bundled_model: Path) -> Iterator[WholeModel]:
-    model = WholeModel(bundled_model)
+    options = EngineOptions(context_length=CONTEXT, max_sequences=1, n_threads=1)
+    engine = LlamaEngine.load(ensure_slice(bundled_model, 0, LAYERS), options)
+    model = WholeModel(engine, parse_sampling(Fields(dict(GREEDY))), CONTEXT)
     yield model
     model.close()
 
@@ -105,9 +66,8 @@ def body(served: Served, prompt: Sequence[int]) -> dict[str, Any]:
         "model": served.model,
         "prompt": list(prompt),
         "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
         "stream": True,
+        **GREEDY,
     }
 
 
@@ -139,7 +99,7 @@ def test_the_answer_goes_on_to_its_normal_end(chain: Served, whole: WholeModel, 
     assert replays
     assert all(KILL_AFTER <= count < TOKENS for count in replays)
     text = "".join(event["choices"][0]["text"] for event in events)
-    assert text == whole.text(whole.answer(prompt, replays))
+    assert text == whole.text(whole.answer(prompt, TOKENS, replays))
 
 
 @pytest.mark.model
@@ -159,4 +119,6 @@ def test_stage_0_takes_its_clients_with_it_and_serves_the_next_ones(chain: Serve
         assert response.status_code == 200
         events, done = read_stream(response, None)
     assert done
-    assert "".join(event["choices"][0]["text"] for event in events) == whole.text(whole.answer(prompt, []))
+    assert "".join(event["choices"][0]["text"] for event in events) == whole.text(
+        whole.answer(prompt, TOKENS)
+    )

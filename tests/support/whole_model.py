@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skippy.engine import Segment, StageEngine
+from skippy.engine import Segment, StageEngine, Vocabulary
 from skippy.protocol import PositionLogProbabilities, SamplingConfig
 from skippy.stage.scoring import score
 
@@ -43,6 +43,14 @@ class WholeModel:
             tokens.append(self._sampler.sample(logits, step))
             self.scores.append(score(logits, tokens[-1], 0))
         return tokens
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        assert self.engine.vocabulary is not None  # all layers are here
+        return self.engine.vocabulary
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self.vocabulary.piece, tokens)).decode(errors="replace")
 
     def _begin(self) -> None:
         self.engine.drop(0)
