@@ -141,15 +141,14 @@ def parse_completion(body: bytes) -> CompletionRequest:
         ApiError: 400, with ``param`` where one field is at fault.
     """
     fields = Fields(parse_object(body))
-    common = _common(fields, ("max_tokens",))
-    common["top_logprobs"] = parse_completion_logprobs(fields)
+    echo, top_logprobs = fields.boolean("echo"), parse_completion_logprobs(fields)
+    if echo and top_logprobs is not None:  # first: those who want it ask for no tokens, as a rule
+        text = "is not supported with logprobs: those of the prompt's own tokens are not computed"
+        raise fields.error("echo", text, code="unsupported_model_feature")
+    common = {**_common(fields, ("max_tokens",)), "top_logprobs": top_logprobs}
     n = common["n"]
     fields.accept_only("best_of", (n,), f"all choices are returned, so best_of must be n, which is {n}")
     fields.accept_only("suffix", ("",), "text is only generated after the prompt")
-    echo = fields.boolean("echo")
-    if echo and common["top_logprobs"] is not None:
-        text = "is not supported with logprobs: those of the prompt's own tokens are not computed"
-        raise fields.error("echo", text, code="unsupported_model_feature")
     prompts = parse_prompts(fields)
     if n * len(prompts) > MAX_CHOICES:
         text = f"has {len(prompts)} entries with n = {n}; at most {MAX_CHOICES} choices are generated at once"

@@ -347,6 +347,7 @@ def test_refused_chat(more: dict[str, Any], param: str) -> None:
         ({"n": 2, "best_of": 3}, "best_of"),
         ({"echo": 1}, "echo"),
         ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": True, "logprobs": 1, "max_tokens": 0}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
