@@ -154,6 +154,7 @@ class ReturnStream:
         if heartbeats:
             self._writer.accept_secs = context.liveness.timeout_secs  # stage 0 only reads
         self._scope = trio.CancelScope()
+        self._unused = True
 
     async def write(self) -> None:
         """Send what is queued, until :meth:`finish`."""
@@ -174,6 +175,7 @@ class ReturnStream:
     async def send(self, reply: Reply, annex: ReplyAnnex | None = None) -> None:
         """Queue a reply, with an annex only where that was agreed; waits for room."""
         data = encode_reply(reply) if annex is None else encode_annexed_reply(reply, annex)
+        self._unused = False
         await self._writer.wait_room()
         self._writer.put([data])
 
@@ -189,6 +191,7 @@ class ReturnStream:
 
     def reserve(self) -> Reservation | None:
         """As :meth:`LinkWriter.reserve`."""
+        self._unused = False
         return self._writer.reserve()
 
     async def watch(self) -> None:
@@ -198,7 +201,10 @@ class ReturnStream:
         with self._liveness.watch(self._link, decoder, self._writer, agreed=agreed):
             if await receive_reply(self._link, decoder) is not None:
                 raise RemoteProtocolError(f"{self._link.peer} sent data on the prediction return stream")
-        raise LinkClosed(f"{self._link.peer} closed the prediction return stream")
+        unknown = ", without a request that waits for it; is it the stage 0 that has asked?"
+        raise LinkClosed(
+            f"{self._link.peer} closed the prediction return stream{unknown if self._unused else ''}"
+        )
 
     def close(self) -> None:
         self._link.close()

@@ -28,10 +28,11 @@ from skippy.protocol import (
 )
 from skippy.stage import open_stage
 from skippy.stage.framing import receive_message, receive_reply
-from skippy.stage.links import Link, Listener, MemoryTransport
+from skippy.stage.links import Link, LinkClosed, Listener, MemoryTransport
+from skippy.stage.returns import ReturnStream
 from tests.frontend.support import serving
 from tests.stage.test_failures import read_to_end
-from tests.support.cluster import toy_config
+from tests.support.cluster import toy_cluster, toy_config
 from tests.support.dialing import dial_stage
 from tests.support.driver import dial_driver
 from tests.support.scripted import ENDPOINTS, RANGES, ScriptedPeer, scripted_peer
@@ -172,3 +173,32 @@ async def test_stage_zero_of_ours_before_a_plain_last_stage() -> None:
             assert len(set(last.served)) == 3
             assert peer.stage.context.connection_numbers() == 2, "one lane served them all"
             nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_stage_zero_that_knows_no_such_request_is_told_of(used: bool) -> None:
+    """Such as another one than has asked: two that share their later stages."""
+    transport = MemoryTransport()
+    listener = await transport.listen(Endpoint.parse("127.0.0.1:30000"))
+    async with toy_cluster(2) as cluster, trio.open_nursery() as nursery:
+        link = await transport.connect(Endpoint.parse("127.0.0.1:30000"))
+        stream = ReturnStream(cluster.stages[1].context, link)
+
+        async def stage_zero() -> None:
+            returns = await listener.accept()
+            await receive_message(returns, MessageDecoder(0))
+            if used:
+                await receive_reply(returns, ReplyDecoder())
+            returns.close()
+
+        nursery.start_soon(stage_zero)
+        nursery.start_soon(stream.write)
+        await stream.open(3, 4)
+        if used:
+            await stream.send(Reply.predicted_token(65))
+        with pytest.raises(LinkClosed) as caught:
+            await stream.watch()
+        nursery.cancel_scope.cancel()
+    said = "127.0.0.1:30000 closed the prediction return stream"
+    asked = ", without a request that waits for it; is it the stage 0 that has asked?"
+    assert str(caught.value) == (said if used else said + asked)
