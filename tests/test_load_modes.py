@@ -102,7 +102,10 @@ def test_the_fetch_command(
             p.name for p in (tmp_path / "package/layers").iterdir()
         )
         missing = run_cli(capsys, "fetch", "hf://me/model")
-        assert (missing.code, missing.err) == (1, "error: hf://me/model:main: no such revision in me/model\n")
+        assert (missing.code, missing.err) == (
+            1,
+            "error: hf://me/model:main: no such revision of the repository\n",
+        )
         assert run_cli(capsys, "fetch", "me/model").code == 1
         hint = run_cli(capsys, "inspect", "hf://me/model")
         assert (hint.code, "`skippy fetch hf://me/model` brings it here" in hint.err) == (2, True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from skippy.models.cache import default_cache_dir, file_digest
 from skippy.models.errors import HubError, show
 from skippy.models.gguf import GGUFHeader
+from skippy.models.hub_library import bar, cache_dir, endpoint, explained, is_answer, library
 from skippy.models.manifest import MANIFEST, MAX_MANIFEST, Artifact, Manifest, unsafe_path
 from skippy.models.package import INVENTORY, Package
 from skippy.models.parts import part_names
@@ -26,12 +25,7 @@ from skippy.models.plan import plan_slice
 from skippy.models.reading import FileStamp
 from skippy.models.store import Progress
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 SCHEME = "hf://"
-CACHE = "SKIPPY_HF_PACKAGE_CACHE"
-"""Environment: where files are kept instead of in the cache of ``huggingface_hub``."""
 TIMEOUT_SECS = 10.0
 """Longest wait for the hub to say something; the library's own limits hold for what it sends then."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -39,11 +33,6 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LISTED = 20  # file names in an error text
-_HINTS = {
-    401: "; a token may be needed (HF_TOKEN)",
-    403: "; the token (HF_TOKEN) may lack the permission",
-    429: "; try again in a while, or with a token (HF_TOKEN)",
-}
 
 
 def is_reference(text: str | os.PathLike[str]) -> bool:
@@ -199,7 +188,7 @@ def _also(snapshot: _Snapshot) -> str:
 
 def _look_up(reference: HubReference) -> _Snapshot:
     """What the revision is now; where the hub cannot be reached, what it was when it was fetched."""
-    hub = _library()
+    hub = library()
     if _COMMIT.fullmatch(reference.revision):
         here = _cached(reference, None)
         wanted = MANIFEST if reference.file is None else reference.file
@@ -207,12 +196,12 @@ def _look_up(reference: HubReference) -> _Snapshot:
             return here  # a commit stays what it is
     errors = hub.errors
     try:
-        with _explained(reference):
-            info = hub.HfApi(endpoint=_endpoint()).model_info(
+        with explained(str(reference)):
+            info = hub.HfApi(endpoint=endpoint()).model_info(
                 reference.repo, revision=reference.revision, timeout=TIMEOUT_SECS
             )
     except HubError as error:
-        if not isinstance(error.__cause__, errors.HTTPError | OSError) or _is_answer(errors, error.__cause__):
+        if not isinstance(error.__cause__, errors.HTTPError | OSError) or is_answer(errors, error.__cause__):
             raise
         here = _cached(reference, error.message)
         if here is None:
@@ -252,16 +241,16 @@ def _download(
             str(reference),
             f"{name} has not been fetched; run `skippy fetch {reference}` with a network. {snapshot.offline}",
         )
-    with _explained(reference):
-        path: str = _library().hf_hub_download(
+    with explained(str(reference)):
+        path: str = library().hf_hub_download(
             reference.repo,
             name,
             revision=snapshot.commit,  # one for all files, wherever a branch has moved meanwhile
-            cache_dir=_cache_dir(),
-            endpoint=_endpoint(),
+            cache_dir=cache_dir(),
+            endpoint=endpoint(),
             etag_timeout=TIMEOUT_SECS,
             local_files_only=snapshot.offline is not None,
-            tqdm_class=_bar(reference, name, progress, limit),
+            tqdm_class=bar(str(reference), name, progress, limit),
         )
     if Path(path) != _folder_of(reference, snapshot.commit) / name:
         raise HubError(str(reference), f"the hub has sent {name} of another commit than {snapshot.commit}")
@@ -284,7 +273,7 @@ def _remember(reference: HubReference, snapshot: _Snapshot) -> None:
 
 def _repo_of(reference: HubReference) -> Path:
     """Where the library keeps a repository."""
-    return _cache_dir() / f"models--{reference.repo.replace('/', '--')}"
+    return cache_dir() / f"models--{reference.repo.replace('/', '--')}"
 
 
 def _folder_of(reference: HubReference, commit: str) -> Path:
@@ -293,109 +282,3 @@ def _folder_of(reference: HubReference, commit: str) -> Path:
 
 def _ref_of(reference: HubReference) -> Path:
     return _repo_of(reference) / "refs" / reference.revision
-
-
-@contextmanager
-def _explained(reference: HubReference) -> Iterator[None]:
-    """The library's failures as HubError, with what to do about them."""
-    errors = _library().errors
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise HubError(
-            str(reference), "asks for its terms to be accepted on its web page, and for a token (HF_TOKEN)"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise HubError(
-            str(reference), "no such repository, or a private one: then a token is needed (HF_TOKEN)"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise HubError(str(reference), f"no such revision in {reference.repo}") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise HubError(str(reference), _unreachable(_first_line(error.__cause__ or error))) from error
-    except errors.EntryNotFoundError as error:
-        raise HubError(str(reference), f"no such file: {_first_line(error)}") from error
-    except errors.OfflineModeIsEnabled as error:
-        raise HubError(str(reference), _unreachable("HF_HUB_OFFLINE is set")) from error
-    except errors.HfHubHTTPError as error:
-        hint = _HINTS.get(getattr(error.response, "status_code", 0), "")
-        raise HubError(str(reference), f"the hub answered {_first_line(error)}{hint}") from error
-    except (errors.HTTPError, ConnectionError, TimeoutError) as error:
-        raise HubError(str(reference), _unreachable(_first_line(error))) from error
-    except OSError as error:
-        if error.errno is not None:
-            raise HubError(
-                str(reference),
-                f"cannot be kept in {_cache_dir()}: {error.strerror}; {CACHE} names another folder",
-            ) from error
-        raise HubError(str(reference), f"was not sent as announced: {_first_line(error)}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise HubError(str(reference), f"the hub does not make sense: {_first_line(error)}") from error
-
-
-def _is_answer(errors: ModuleType, error: BaseException | None) -> bool:
-    """Whether the hub has said no, rather than nothing."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", 0)
-    return isinstance(error, errors.HfHubHTTPError) and 400 <= status < 500 and status not in (408, 429)
-
-
-def _unreachable(why: str) -> str:
-    return (
-        f"the hub at {_endpoint() or 'https://huggingface.co'} cannot be reached: {why}; "
-        "with a network, `skippy fetch` brings the files here once; or name the path of files that are here"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else type(error).__name__
-
-
-def _cache_dir() -> Path:
-    configured = os.environ.get(CACHE)
-    return Path(configured or _library().constants.HF_HUB_CACHE)
-
-
-def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT") or None
-
-
-def _library() -> Any:
-    """``huggingface_hub``, imported where it is needed: it takes a while."""
-    import huggingface_hub
-    import huggingface_hub.constants
-    import huggingface_hub.errors
-
-    return huggingface_hub
-
-
-def _bar(reference: HubReference, name: str, progress: Progress | None, limit: int | None) -> type:
-    """What the library draws progress with, as a class that calls ``progress``, and ends what is too long."""
-
-    class Bar:
-        def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
-            self.total, self.n = total, initial
-            self.check(total or 0)
-
-        def check(self, size: int) -> None:
-            most = limit if self.total is None else self.total if limit is None else min(limit, self.total)
-            if most is not None and size > most:
-                raise HubError(str(reference), f"{name} has at least {size} bytes, announced are {most}")
-
-        def update(self, count: float | None = 1) -> None:
-            self.n += int(count or 0)
-            self.check(self.n)
-            if progress is not None:
-                progress("download", self.n, max(int(self.total or 0), self.n))
-
-        def refresh(self, *_: object, **__: object) -> None: ...
-
-        set_description = set_postfix = set_description_str = set_postfix_str = close = refresh
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-    return Bar

@@ -64,8 +64,9 @@ def write_package(
     except BaseException as error:
         with contextlib.suppress(OSError):
             shutil.rmtree(temporary)
-        if isinstance(error, OSError):
-            raise write_error(out, error, header.file_size) from error
+        cause = error.__cause__ if isinstance(error, SliceWriteError) else error
+        if isinstance(cause, OSError):  # the folder's, not a part's that nobody will find
+            raise write_error(out, cause, header.file_size) from cause
         raise
     return Manifest.read(out)
 

@@ -61,18 +61,21 @@ def kept(
     found = read()
     if found is not None:
         return found
-    with locked(path, needed, progress):
-        found = read()
-        if found is not None:
-            return found
-        # What a killed process left unfinished; the lock is held, so nobody is writing it.
-        for leftover in path.parent.glob(f"{_prefix(path.name)}*.tmp"):
-            leftover.unlink(missing_ok=True)
-        return make()
+    try:
+        with _locked(path, needed, progress):
+            found = read()
+            if found is not None:
+                return found
+            # What a killed process left unfinished; the lock is held, so nobody is writing it.
+            for leftover in path.parent.glob(f"{_prefix(path.name)}*.tmp"):
+                leftover.unlink(missing_ok=True)
+            return make()
+    except SliceWriteError as error:
+        raise SliceWriteError(f"{error}; SKIPPY_CACHE names another folder for slices") from error
 
 
 @contextlib.contextmanager
-def locked(path: Path, needed: int, progress: Progress | None) -> Iterator[None]:
+def _locked(path: Path, needed: int, progress: Progress | None) -> Iterator[None]:
     """Hold the lock beside ``path``; folders are made as needed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +112,7 @@ def write_error(path: Path, error: OSError, needed: int) -> SliceWriteError:
     reason = error.strerror or str(error)
     if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
         reason += f"; {needed / 2**20:.1f} MiB are needed in {path.parent}"
-    hint = "SKIPPY_CACHE names another folder for slices"
-    return SliceWriteError(f"{path}: cannot be written: {reason}; {hint}")
+    return SliceWriteError(f"{path}: cannot be written: {reason}")
 
 
 def _sync(path: Path) -> None:

@@ -151,7 +151,7 @@ def test_what_a_hub_says_no_to(hub: Hub, package: Path, monkeypatch: pytest.Monk
     hub.publish("me/model", package)
     for text, message in (
         ("hf://me/other", r"hf://me/other:main: no such repository, or a private one: .*HF_TOKEN"),
-        ("hf://me/model:v2", "no such revision in me/model"),
+        ("hf://me/model:v2", "no such revision of the repository"),
     ):
         with pytest.raises(HubError, match=message):
             fetch(text)
