@@ -299,11 +299,11 @@ def _remembered(folder: Path, identity: str, progress: Progress | None, compute:
 
     def make() -> str:
         sha256 = compute()
-        with replacing(memo, len(sha256)) as temporary:
+        with replacing(memo, 0) as temporary:
             temporary.write_text(sha256, "ascii")
         return sha256
 
-    return kept(memo, lambda: _read_memo(memo), make, 64, progress)
+    return kept(memo, lambda: _read_memo(memo), make, 0, progress)
 
 
 def _read_memo(path: Path) -> str | None:

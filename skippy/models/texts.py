@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from skippy.models.errors import AtPathError, GGUFError, show
 from skippy.models.reading import open_regular
 
+MAX_CONTAINERS = 1 << 20  # lists and objects; the largest tokenizers have some 520 000 pairs to merge
+MAX_COMMAS = 1 << 22  # so values; the largest tokenizers have some 1.8 million
+
 
 class _Refused(ValueError):
     pass
@@ -43,9 +46,16 @@ def read_object(path: Path, limit: int, error: type[AtPathError]) -> dict[str, A
 def parse_object(path: Path, data: bytes, what: str, error: type[AtPathError]) -> dict[str, Any]:
     """The JSON object in ``data``.
 
+    A list takes two bytes there and 64 in memory, so how many there can be is counted first.
+
     Raises:
-        error: not UTF-8, not JSON, a key twice, NaN or Infinity, nested too deep, or not an object.
+        error: not UTF-8, not JSON, a key twice, NaN or Infinity, nested too deep, too many values, or not an
+            object.
     """
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS or data.count(b",") > MAX_COMMAS:
+        raise error(
+            path, f"{what} has over {MAX_CONTAINERS} lists and objects or {MAX_COMMAS} values, the limits"
+        )
     try:
         value = json.loads(data.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
     except UnicodeDecodeError as cause:
