@@ -47,6 +47,7 @@ class Holding:
         """Lengths at which the session's state is to be kept, beside the end of its prompt."""
         self._alone = not cache.settings.shared_cells
         self._cuts = cache.cuts
+        cache.holders.add(self)
 
     @property
     def entry(self) -> KvEntry | None:
@@ -77,7 +78,8 @@ class Holding:
                 "cache_namespace, cache_audit and cache_chunks come before whatever is restored or run under "
                 "them"
             )
-        (self.namespace, self.audit, self.chunks), self.off = told, bypass
+        self.namespace, self.audit, self.chunks = told
+        self.off = self.off or bypass
         self._checkpoints = frozenset(settings.cache_checkpoints)
 
     def longest(self, tokens: Sequence[int]) -> int:
@@ -87,6 +89,10 @@ class Holding:
     async def restore(self, tokens: Sequence[int], *, whole: bool) -> Restored | None:
         """As :meth:`StageCache.restore`, of what the session may restore."""
         return await self.cache.restore(self.namespace, tokens, whole=whole, chunks=self.chunks)
+
+    def forget(self) -> None:
+        """Leave nothing of what was restored or run so far, whether the index knows of it or not."""
+        self.off = self.off or self.begun
 
     def hold(self, restored: Restored) -> None:
         """A prefix was restored into the session."""

@@ -9,7 +9,9 @@ step: calls run in that order, and before rows that were submitted later.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 from skippy.engine import EngineError
 from skippy.kv.activations import ActivationCache
@@ -25,6 +27,15 @@ from .states import Index as Index, KvEntry as KvEntry, State, StateLost, StateT
 log = get_logger("skippy.stage")
 
 
+class Holder(Protocol):
+    """A session's side of the cache."""
+
+    namespace: str
+
+    def forget(self) -> None:
+        """Leave nothing of what was restored or run so far. Never waits."""
+
+
 class StageCache:
     """One stage's prefix cache. Event loop only.
 
@@ -34,6 +45,7 @@ class StageCache:
     Attributes:
         states: what has become of sequences that had to go; None: nothing.
         activations: boundary rows of prefills; None on a last stage, and where none are kept.
+        holders: the sessions that there are, so that what they have and the index has not can be forgotten.
         cells: positions of the pool that all sequences share; None: each has room of its own.
         warnings: those that every request may give cause for.
     """
@@ -50,6 +62,7 @@ class StageCache:
         self._cells = cells
         self.warnings = RareWarnings(log)
         self.states: StateTier | None = None
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.scheduler = scheduler
         self.index = index
         self.settings = index.settings
@@ -308,6 +321,9 @@ class StageCache:
         for entry in self.index.entries():
             if drops(which, entry.namespace):
                 self.forget(entry)
+        for holder in self.holders:
+            if drops(which, holder.namespace):
+                holder.forget()
         if self.states is not None:
             self.states.forget(lambda namespace, _: drops(which, namespace))
         if self.activations is not None:

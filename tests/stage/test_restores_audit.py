@@ -9,9 +9,11 @@ import trio
 import trio.testing
 
 from skippy.engine.base import StateBytes
+from skippy.engine.toy import ToyEngine
 from skippy.protocol import ReplyKind
 from skippy.stage import GenerationSettings
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
+from tests.stage.test_restores_whole import WholeToy
 from tests.support.cached import K, cache_of, cached_cluster, complete, configure, counters
 from tests.support.cluster import Cluster
 from tests.support.driver import Driver, driver_of
@@ -178,3 +180,44 @@ async def test_forgetting_namespaces(stages: int, which: str, kept: set[str]) ->
             for index in range(stages):
                 assert {entry.namespace for entry in cache_of(cluster, index).index.entries()} == kept
             await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("make_engine", [ToyEngine, WholeToy])
+@pytest.mark.parametrize("restored", [0, 15])
+@pytest.mark.parametrize(("which", "kept"), [("all", False), ("ab", False), ("c", True)])
+async def test_forgetting_what_a_session_has_and_the_index_has_not(
+    stages: int, make_engine: type[ToyEngine], restored: int, which: str, kept: bool
+) -> None:
+    """A copy that no row has followed yet, and a state that is indexed at its end."""
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(stages, make_engine=make_engine) as cluster,
+            driver_of(cluster) as driver,
+            driver_of(cluster) as another,
+        ):
+            if restored:
+                await complete(driver, PROMPT, 3, namespace="ab", checkpoints=(14,), chunk=14)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            driver.request_id += 2
+            driver.prompt_tokens = len(PROMPT)
+            await configure(driver, "ab")
+            if restored:
+                length = (await driver.ask(K.TRY_RESTORE_PREFILL, 0, PROMPT[:restored])).predicted
+                assert length == (14 if make_engine is WholeToy else restored)
+            else:
+                length = len(PROMPT) - 5
+                await driver.ask(K.PREFILL_EMBD, 0, PROMPT[:length])
+                await driver.ask(K.TRIM_SESSION, token_count=length)  # behind it, on every stage
+            another.request_id = 201
+            metadata = GenerationSettings(cache_drop=which).to_metadata()
+            await another.ask(K.CONFIGURE_GENERATION, chat_sampling_metadata=metadata)
+            await another.ask(K.STOP)
+            await driver.ask(K.PREFILL_EMBD, length, PROMPT[length:-1])
+            assert await driver.decode(LAST, PROMPT[-1]) == unsplit_tokens(PROMPT, 1)[0]
+            await driver.ask(K.STOP)
+            await wait_for_sequences(cluster)
+            for index in range(stages):
+                lengths = [entry.length for entry in cache_of(cluster, index).index.entries()]
+                assert (len(PROMPT) in lengths) is kept
+                assert kept or not lengths
