@@ -187,6 +187,25 @@ async def test_log_probabilities_need_to_be_included() -> None:
     assert answer.json()["error"]["param"] == "top_logprobs"
 
 
+async def test_tokens_are_counted_without_an_answer() -> None:
+    generator = ScriptedGenerator(say("ok"))
+    async with official(generator) as api:
+        first = await api.responses.create(model=MODEL, input="hi", instructions="Be brief.")
+        count = api.responses.input_tokens.count
+        alone = await count(model=MODEL, input="hi", instructions="Be brief.")
+        behind = await count(model=MODEL, input="more", previous_response_id=first.id)
+        second = await api.responses.create(model=MODEL, input="more", previous_response_id=first.id)
+        with pytest.raises(openai.NotFoundError):
+            await count(model="another", input="hi")
+        with pytest.raises(openai.BadRequestError, match="not stored here"):
+            await count(model=MODEL, input="hi", previous_response_id="resp_none")
+    assert first.usage is not None
+    assert second.usage is not None
+    assert (alone.object, alone.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    assert behind.input_tokens == second.usage.input_tokens
+    assert len(generator.requests) == 2
+
+
 async def test_what_the_client_has_parsed_goes_back_in() -> None:
     """OpenAI's client adds what it has made of texts and arguments to the items that it gives back."""
     generator = ScriptedGenerator(say("ok"))

@@ -30,6 +30,7 @@ ROUTES: Final = (
     Route("POST", "/v1/chat/completions", "Answer a conversation.", "Chat", "ChatCompletion", streams=True),
     Route("POST", "/v1/completions", "Go on with a text.", "Completion", "TextCompletion", streams=True),
     Route("POST", "/v1/responses", "OpenAI's Responses API.", "Responses", "Response", streams=True),
+    Route("POST", "/v1/responses/input_tokens", "Count the tokens of a prompt.", "Responses", "TokenCount"),
     Route("GET", "/v1/responses/{response_id}", "A stored response.", None, "Response", query=("stream",)),
     Route("DELETE", "/v1/responses/{response_id}", "Forget a stored response.", None, "Deleted"),
     Route(

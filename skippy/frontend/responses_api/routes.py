@@ -32,6 +32,14 @@ def add_responses_routes(
         body = await bodies.parsed(parse_responses)
         return await _respond(service, store, bodies, body, caller_of_request())
 
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens() -> Response:
+        body = await bodies.parsed(parse_responses)
+        conversation = await _read(store, bodies, body, _owner(caller_of_request()))
+        with conversation.body.renaming():
+            tokens = await service.chat_tokens(service.check(conversation.request))
+        return json_answer({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
     @app.get("/v1/responses/<response_id>")
     async def stored(response_id: str) -> Response:
         if request.args.get("stream", "false") == "true":
@@ -53,15 +61,8 @@ def add_responses_routes(
 async def _respond(
     service: CompletionService, store: ResponseStore, bodies: Bodies, body: ResponsesBody, caller: Caller
 ) -> Response:
-    owner, before = _owner(caller), None
-    if body.previous is not None and (before := store.get(owner, body.previous)) is None:
-        text = f"previous_response_id {body.previous[:100]!r} is not stored here, or not any more"
-        raise ApiError(text, param="previous_response_id", code="previous_response_not_found")
-
-    def read() -> Conversation:
-        return body.chat(() if before is None else before.load_messages())
-
-    conversation = await bodies.parse(body.size + (0 if before is None else len(before.messages)), read)
+    owner = _owner(caller)
+    conversation = await _read(store, bodies, body, owner)
     chat = conversation.request
     with conversation.body.renaming():
         chat = service.check(chat)
@@ -81,6 +82,19 @@ async def _respond(
         service.model_id, body.echo(chat), scorer=scorer, keep=keep if body.store else None
     )
     return await service.answer(chat, prepare, shape, caller)
+
+
+async def _read(store: ResponseStore, bodies: Bodies, body: ResponsesBody, owner: str) -> Conversation:
+    """What a body asks for, behind the conversation that it goes on with."""
+    before = None
+    if body.previous is not None and (before := store.get(owner, body.previous)) is None:
+        text = f"previous_response_id {body.previous[:100]!r} is not stored here, or not any more"
+        raise ApiError(text, param="previous_response_id", code="previous_response_not_found")
+
+    def read() -> Conversation:
+        return body.chat(() if before is None else before.load_messages())
+
+    return await bodies.parse(body.size + (0 if before is None else len(before.messages)), read)
 
 
 def _page(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
