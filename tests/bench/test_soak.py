@@ -10,8 +10,10 @@ import attrs
 import pytest
 import trio
 
-from bench.soak import MIB, Sample, Server, Soak
+from bench.soak import MIB
 from bench.soak_clients import Habit, Outcome, Target, one_request
+from bench.soak_run import Soak
+from bench.soak_server import Sample, Server
 
 IDLE = Sample(
     at=0,
