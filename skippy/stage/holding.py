@@ -86,9 +86,9 @@ class Holding:
         """As :meth:`StageCache.longest`, of what the session may restore."""
         return 0 if self.off else self.cache.longest(self.namespace, tokens, self.chunks)
 
-    async def restore(self, tokens: Sequence[int], *, whole: bool) -> Restored | None:
+    async def restore(self, tokens: Sequence[int], *, whole: bool, spare: int | None) -> Restored | None:
         """As :meth:`StageCache.restore`, of what the session may restore."""
-        return await self.cache.restore(self.namespace, tokens, whole=whole, chunks=self.chunks)
+        return await self.cache.restore(self.namespace, tokens, whole=whole, chunks=self.chunks, spare=spare)
 
     def forget(self) -> None:
         """Leave nothing of what was restored or run so far, whether the index knows of it or not."""

@@ -97,26 +97,34 @@ class StageCache:
         self.index.counters.misses += 1
 
     async def restore(
-        self, namespace: str, tokens: Sequence[int], *, whole: bool, chunks: ChunkPlan | None = None
+        self,
+        namespace: str,
+        tokens: Sequence[int],
+        *,
+        whole: bool,
+        chunks: ChunkPlan | None = None,
+        spare: int | None = None,
     ) -> Restored | None:
         """The longest prefix of ``tokens`` that is remembered, in a sequence for a session; None for a miss.
 
         The sequence is the caller's, to :meth:`undo`, or to :meth:`complete` and run rows in. ``whole``: all
-        of the tokens, or nothing. ``chunks``: as :meth:`PrefixCache.match` has it. Waits for an empty
+        of the tokens, or nothing. ``chunks``: as :meth:`PrefixCache.match` has it. ``spare``: an empty
+        sequence of the caller's, which stays that after a miss alone. Without one, waits for an empty
         sequence where one is needed and sessions have all.
 
         Raises:
             RestoreFailed: it was found, and could not be imported.
             RequestFailed: no sequence within the time for it.
         """
-        sequence: int | None = None
+        sequence, own = spare, int(spare is not None)
         try:
             while True:
                 match = self._match(namespace, tokens, chunks)
                 if match is None or (whole and match.length < len(tokens)):
                     self.index.counters.misses += 1
+                    sequence = None if own else sequence
                     return None
-                if self.index.takes(match, free_sequences=self.scheduler.empty_sequences):
+                if self.index.takes(match, free_sequences=self.scheduler.empty_sequences + own):
                     if sequence is None and self.scheduler.full:
                         sequence = await self.scheduler.acquire_sequence()  # in its place comes the entry's
                         continue

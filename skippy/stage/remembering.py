@@ -13,7 +13,25 @@ class RememberedSession(StageSession):
     """A session whose rows may be restored, and are remembered when it ends in good order.
 
     Instead of :meth:`close` it ends with :meth:`finish` then.
+
+    Where it gives back what was restored it keeps its place among the sessions. The stages behind this one
+    may have theirs up to the next message: if that waited here for another session, which waits there for
+    this one, none would go on.
     """
+
+    _spare: int | None = None
+    """Its place: an empty sequence, while it has none with rows."""
+
+    async def place(self, wanted: int | None = None) -> None:
+        if self.sequence is None:
+            self.sequence, self._spare = self._spare, None
+        await super().place(wanted)
+
+    def _end(self) -> None:
+        super()._end()
+        if self._spare is not None:
+            self._scheduler.release_sequence(self._spare)
+            self._spare = None
 
     @property
     def sliceable(self) -> bool:
@@ -29,16 +47,20 @@ class RememberedSession(StageSession):
         Raises:
             RemoteProtocolError: the session holds rows of its own.
         """
-        holding = self.holding
-        self.unrestore()
+        holding, had_one = self.holding, self.sequence is not None
+        self._give_back()
         if self._machine.length:
             raise RemoteProtocolError(
                 f"a prefix is to be restored into a session that holds {self._machine.length} positions"
             )
         if holding is None or holding.off or holding.audit or self.sequence is not None:
             return 0
-        restored = await holding.restore(tokens, whole=whole)
+        spare, self._spare = self._spare, None
+        restored = await holding.restore(tokens, whole=whole, spare=spare)
         if restored is None:
+            self._spare = spare
+            if had_one:
+                self._keep_place()
             return 0
         if self._closed:
             holding.cache.undo(restored)
@@ -67,13 +89,23 @@ class RememberedSession(StageSession):
 
     def unrestore(self) -> None:
         """Give back what was restored, if no row has run behind it. Never waits."""
+        if self._give_back():
+            self._keep_place()
+
+    def _give_back(self) -> bool:
+        """:meth:`unrestore`, and the place with it; returns whether there was anything."""
         if self.holding is None or self.holding.restored is None:
-            return
+            return False
         self.holding.undo()
         self.sequence = None
         if self._machine.state is SessionState.LIVE:
             self._machine.stop()
             self._remember(())
+        return True
+
+    def _keep_place(self) -> None:
+        if self._spare is None and not self._closed:
+            self._spare = self._scheduler.take_sequence()
 
     def roll_back(self) -> None:
         """Forget also the rows that were run behind what was restored: the session is new. Never waits."""
@@ -83,6 +115,7 @@ class RememberedSession(StageSession):
             self.sequence = None
             self._machine.stop()
             self._remember(())
+            self._keep_place()
 
     def grow(self, chunk: int, total: int) -> None:
         """A chunk of so many rows has run, of a prompt of ``total``: others may use them. Never waits."""

@@ -1,0 +1,65 @@
+"""Who has missed a prefix keeps its place among a stage's sessions: the stages behind may have theirs yet."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from skippy.protocol import MessageKind, ReplyKind
+from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
+from tests.stage.test_restores import fused
+from tests.support.cached import cache_of, cached_cluster, complete, configure
+from tests.support.driver import driver_of
+
+K = MessageKind
+LAST = len(PROMPT) - 1
+OTHER = [256, *b"quite another prompt"]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("then", ["prefill", "restore", "fused", "leave"])
+async def test_a_request_that_has_missed_does_not_wait_for_one_that_waits_for_it(
+    then: str, lanes: int
+) -> None:
+    """The second request comes when the first one has missed on the last stage."""
+    expected, others = unsplit_tokens(PROMPT, 5), unsplit_tokens(OTHER, 5)
+    with trio.fail_after(20):
+        async with (
+            cached_cluster(3, lane_count=lanes) as cluster,
+            driver_of(cluster) as driver,
+            driver_of(cluster) as second,
+            trio.open_nursery() as nursery,
+        ):
+            second.request_id = 101
+            await complete(driver, PROMPT, 3)
+            await wait_for_sequences(cluster)
+            cache = cache_of(cluster, 2)
+            for entry in cache.index.entries():
+                cache.forget(entry)
+            driver.request_id += 2
+            await configure(driver)
+            assert (await fused(driver, PROMPT)).kind is ReplyKind.ACK
+            second.prompt_tokens = len(OTHER)
+            await configure(second)
+            # Acknowledged as it has come; its rows wait for a sequence, where there is but one.
+            await second.ask(K.PREFILL_EMBD, 0, OTHER[:-1])
+
+            async def go_on() -> None:
+                for step, token in enumerate([OTHER[-1], *others[:-1]]):
+                    assert await second.decode(len(OTHER) - 1 + step, token) == others[step]
+                await second.ask(K.STOP)
+
+            nursery.start_soon(go_on)
+            await trio.testing.wait_all_tasks_blocked()
+            start = 0
+            if then == "fused":
+                assert (await fused(driver, PROMPT)).kind is ReplyKind.ACK
+            elif then == "restore":
+                start = (await driver.ask(K.TRY_RESTORE_PREFILL, 0, PROMPT[:-1])).predicted
+            if then != "leave":
+                await driver.ask(K.PREFILL_EMBD, start, PROMPT[start:-1])
+                for step, token in enumerate([PROMPT[-1], *expected[:-1]]):
+                    assert await driver.decode(LAST + step, token) == expected[step]
+            await driver.ask(K.STOP)
+            await wait_for_sequences(cluster)
