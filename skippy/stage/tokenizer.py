@@ -23,7 +23,6 @@ MAX_BATCH_BYTES: Final = 8 * 1024 * 1024
 MAX_TOKENS: Final = 262_144
 MAX_PIECES: Final = 4096
 MAX_INVENTORY: Final = 1_000_000
-INVENTORY_SCHEMA: Final = 1
 TOKENIZER_VERSION: Final = "gguf-native-v1"
 SERVING_PROFILE: Final = "stage-zero"
 
@@ -226,7 +225,7 @@ class Tokenizer:
         return await trio.to_thread.run_sync(self._encode, tuple(pieces), identity, limiter=self._limiter)
 
     async def inventory(self) -> list[InventoryEntry]:
-        """Every token of the vocabulary, by id (schema :data:`INVENTORY_SCHEMA`).
+        """Every token of the vocabulary, by id.
 
         Raises:
             TokenizerError: ``too_many_tokens``, over :data:`MAX_INVENTORY`.

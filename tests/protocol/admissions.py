@@ -16,8 +16,6 @@ from skippy.protocol import (
     with_descriptor,
 )
 
-PACKAGE = DESCRIPTOR.package_id
-PLAN = DESCRIPTOR.plan_id
 (PROFILE,) = DESCRIPTOR.profiles
 _ALIKE = {"topology_id": "topology", "model_id": "model", "context_length": 4096, "batch_rows": 512}
 LOADED = attrs.evolve(stages.LOADED, input_width=576, extensions=("annex", "other"), **_ALIKE)

@@ -8,27 +8,20 @@ from typing import Any
 import pytest
 import trio
 
-from skippy.engine import EngineOptions, StageEngine
-from skippy.engine.llama import LlamaEngine
+from skippy.engine import StageEngine
 from skippy.frontend.generation import GenerationRequest
-from skippy.models import ensure_slice
 from skippy.models.tiny import write_tiny_model
 from skippy.protocol import SamplingConfig
 from tests.stage.test_chain import generate, generator_over
 from tests.support.cached import cache_of, cached_cluster, complete
 from tests.support.cluster import LAYERS, toy_cluster
 from tests.support.driver import driver_of
-from tests.support.whole_model import WholeModel
+from tests.support.whole_model import WholeModel, load_layers
 
 PROMPT = [1, *range(5, 25)]
 CHUNK = 7
 TOKENS = 8
 GREEDY = SamplingConfig(flags=3, temperature=0.0)
-
-
-def load(model: Path, start: int, end: int, max_sequences: int = 1) -> StageEngine:
-    options = EngineOptions(context_length=256, max_sequences=max_sequences, n_threads=1)
-    return LlamaEngine.load(ensure_slice(model, start, end, cache_dir=model.parent), options)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +41,7 @@ async def test_three_stages_answer_as_the_whole_model_does(
     made: list[StageEngine] = []
 
     def make_engine(start: int, end: int, layers: int, **options: Any) -> Any:
-        made.append(load(model, start, end, options["max_sequences"]))
+        made.append(load_layers(model, start, end, max_sequences=options["max_sequences"]))
         return made[-1]
 
     request = GenerationRequest(prompt=PROMPT, max_tokens=TOKENS, sampling=GREEDY)
@@ -62,7 +55,7 @@ async def test_three_stages_answer_as_the_whole_model_does(
     assert tuple(info.output_width for info in infos[:2]) == widths
     assert tuple(info.input_width for info in infos[1:]) == widths
     assert [info.takes_tokens for info in infos] == [False, tokens, tokens]
-    whole = load(model, 0, LAYERS)
+    whole = load_layers(model, 0, LAYERS)
     assert found == WholeModel(whole, GREEDY, CHUNK).answer(PROMPT, TOKENS)
     whole.close()
 
@@ -76,13 +69,13 @@ async def test_what_stages_remember_of_them_is_exact(name: str, sliceable: bool,
     prompt = [1, *((i * 37 + 11) % 100 + 4 for i in range(50))]
     shared, last = 3 * CHUNK, len(prompt) - 1
     branch = [*prompt[:shared], *range(40, 50)]
-    engine = load(model, 0, LAYERS)
+    engine = load_layers(model, 0, LAYERS)
     whole = WholeModel(engine, GREEDY, CHUNK)
     right, right_branch = whole.answer(prompt, TOKENS), whole.answer(branch, TOKENS)
     whole.close()
 
     def make_engine(start: int, end: int, layers: int, **options: Any) -> Any:
-        return load(model, start, end, options["max_sequences"])
+        return load_layers(model, start, end, max_sequences=options["max_sequences"])
 
     kv = {"shared_prefix_record_limit": 4}
     with trio.fail_after(60):

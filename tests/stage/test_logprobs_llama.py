@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import trio
 
-from skippy.engine import EngineOptions, Segment, StageEngine
-from skippy.engine.llama import LlamaEngine
+from skippy.engine import Segment
 from skippy.frontend.generation import GenerationRequest
-from skippy.models import ensure_slice
 from skippy.stage.scoring import score
 from tests.stage.test_chain import generator_over
 from tests.stage.test_logprobs import ask, check_close
 from tests.support.cluster import LAYERS, toy_cluster
 from tests.support.tiny_models import write_tiny
+from tests.support.whole_model import load_layers
 
 PROMPT = [1, *range(5, 25)]
 CHUNK = 7
@@ -28,14 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf", layers=LAYERS, weights="Q8_0")
 
 
-def load(model: Path, start: int, end: int, max_sequences: int = 1) -> StageEngine:
-    options = EngineOptions(context_length=512, max_sequences=max_sequences, n_threads=1)
-    return LlamaEngine.load(ensure_slice(model, start, end, cache_dir=model.parent), options)
-
-
 def unsplit(model: Path, tokens: list[int]) -> list[Any]:
     """What the whole model says of ``tokens`` behind the prompt, in the batches that a chain computes."""
-    engine = load(model, 0, LAYERS)
+    engine = load_layers(model, 0, LAYERS)
     try:
         for start in range(0, len(PROMPT) - 1, CHUNK):
             chunk = PROMPT[start : min(start + CHUNK, len(PROMPT) - 1)]
@@ -52,7 +46,7 @@ def unsplit(model: Path, tokens: list[int]) -> list[Any]:
 @pytest.mark.parametrize("stages", [1, 2, 3])
 async def test_the_scores_are_the_unsplit_models(stages: int, model: Path) -> None:
     def make_engine(start: int, end: int, layers: int, **options: Any) -> Any:
-        return load(model, start, end, options["max_sequences"])
+        return load_layers(model, start, end, max_sequences=options["max_sequences"])
 
     request = GenerationRequest(prompt=PROMPT, max_tokens=5, top_logprobs=TOP)
     with trio.fail_after(60):

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import trio
 
-from skippy.engine import EngineOptions, StageEngine
-from skippy.engine.llama import LlamaEngine
 from skippy.frontend.generation import GenerationRequest
-from skippy.models import ensure_slice
 from skippy.protocol import MessageKind, SamplingConfig
 from skippy.telemetry import Level, MemorySink, Telemetry, names
 from tests.stage.test_chain import generate, generator_over
 from tests.support.cluster import LAYERS, toy_cluster
 from tests.support.lossy import Fate, Frame, LossyTransport
 from tests.support.tiny_models import write_tiny
-from tests.support.whole_model import WholeModel
+from tests.support.whole_model import WholeModel, load_layers
 
 PROMPT = [1, *range(5, 25)]
 CHUNK = 7
@@ -44,11 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf", layers=LAYERS, weights="Q8_0")
 
 
-def load(model: Path, start: int, end: int, max_sequences: int = 1) -> StageEngine:
-    options = EngineOptions(context_length=512, max_sequences=max_sequences, n_threads=1)
-    return LlamaEngine.load(ensure_slice(model, start, end, cache_dir=model.parent), options)
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("stages", [2, 3])
 async def test_the_answer_goes_on_as_the_whole_model_would(
@@ -59,7 +51,7 @@ async def test_the_answer_goes_on_as_the_whole_model_would(
     telemetry = Telemetry(Level.SUMMARY, sink)
 
     def make_engine(start: int, end: int, layers: int, **options: Any) -> Any:
-        return load(model, start, end, options["max_sequences"])
+        return load_layers(model, start, end, max_sequences=options["max_sequences"])
 
     left = [9, 6]
     """Decode steps of which the last one is lost."""
@@ -89,7 +81,7 @@ async def test_the_answer_goes_on_as_the_whole_model_would(
     begun = [event for event in sink.events if event.name == names.STAGE_OPENAI_REPLAY_BEGIN]
     replays = [dict(event.attributes)["generated_token_count"] for event in begun]
     assert replays == [8, 8 + 1 + 5]
-    whole = WholeModel(load(model, 0, LAYERS), sampling, CHUNK)
+    whole = WholeModel(load_layers(model, 0, LAYERS), sampling, CHUNK)
     try:
         assert tokens == whole.answer(PROMPT, TOKENS, replays)
     finally:

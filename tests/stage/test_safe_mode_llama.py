@@ -15,18 +15,16 @@ import pytest
 import trio
 
 from skippy.config import KvCacheConfig, StageOptions
-from skippy.engine import EngineOptions, StageEngine
-from skippy.engine.llama import LlamaEngine
+from skippy.engine import StageEngine
 from skippy.frontend.driver import ChainGenerator
 from skippy.frontend.generation import GenerationRequest
-from skippy.models import ensure_slice
 from skippy.protocol import PositionLogProbabilities, SamplingConfig
 from tests.stage.test_chain import generator_over
 from tests.support.cached import cache_of
 from tests.support.cluster import LAYERS, Cluster, toy_cluster
 from tests.support.lossy import Fate, Frame, LossyTransport
 from tests.support.tiny_models import write_tiny
-from tests.support.whole_model import WholeModel
+from tests.support.whole_model import WholeModel, load_layers
 
 CHUNK = 64
 GREEDY = SamplingConfig(flags=3, temperature=0.0)
@@ -41,9 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(model: Path, start: int, end: int, _: int = LAYERS, **options: Any) -> StageEngine:
-    options = {"context_length": 512, "max_sequences": 1, **options}
-    slices = ensure_slice(model, start, end, cache_dir=model.parent)
-    return LlamaEngine.load(slices, EngineOptions(n_threads=1, **options))
+    return load_layers(model, start, end, **options)
 
 
 class Client:

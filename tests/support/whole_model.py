@@ -1,12 +1,23 @@
-"""The unsplit model, computing what a chain computes in batches of the same shapes."""
+"""The unsplit model, computing what a chain computes in batches of the same shapes; and stages of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from skippy.engine import Segment, StageEngine, Vocabulary
+from skippy.engine import EngineOptions, Segment, StageEngine, Vocabulary
+from skippy.engine.llama import LlamaEngine
+from skippy.models import ensure_slice
 from skippy.protocol import PositionLogProbabilities, SamplingConfig
 from skippy.stage.scoring import score
+
+
+def load_layers(
+    model: Path, start: int, end: int, *, context_length: int = 512, max_sequences: int = 1
+) -> StageEngine:
+    """llama.cpp on these layers of a model, whose slice is written beside it."""
+    options = EngineOptions(context_length=context_length, max_sequences=max_sequences, n_threads=1)
+    return LlamaEngine.load(ensure_slice(model, start, end, cache_dir=model.parent), options)
 
 
 class WholeModel:
