@@ -33,6 +33,7 @@ from skippy.protocol import (
     encode_reply,
     encode_transport_auth,
 )
+from tests.support.adapters import write_adapter
 from tests.support.checkpoints import write_checkpoint, write_sentencepiece
 from tests.support.tiny_models import write_tiny
 
@@ -180,6 +181,14 @@ def package_seeds(model: bytes) -> Seeds:
         yield "layer", b"\2" + (package / "layers/layer-00001.gguf").read_bytes()
 
 
+def adapter_seeds(model: bytes) -> Seeds:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "llama"
+        source.write_bytes(model)
+        names = [f"blk.{layer}.{name}.weight" for layer in (0, 1) for name in ("attn_q", "ffn_down")]
+        yield "small", write_adapter(Path(folder) / "adapter.gguf", source, names, rank=2).read_bytes()
+
+
 def state_seeds() -> Seeds:
     for name, namespace, tokens, schedule, state in (
         ("small", "", [1], [], b"s"),
@@ -268,6 +277,7 @@ def write(root: Path) -> None:
         "gguf": gguf_seeds(),
         "checkpoint": checkpoint_seeds(),
         "package": package_seeds(dict(gguf_seeds())["llama"]),
+        "adapter": adapter_seeds(dict(gguf_seeds())["llama"]),
         "states": state_seeds(),
         "config": config_seeds(),
         "topology": topology_seeds(),

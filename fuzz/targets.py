@@ -22,7 +22,16 @@ from skippy.config.files import _parse
 from skippy.frontend.errors import ApiError
 from skippy.frontend.schemas import parse_chat, parse_completion
 from skippy.kv.statefile import StateFileError, name_of, parse_head, read_state
-from skippy.models import GGUFHeader, ModelError, Package, SliceInfo, inspect_model, plan_slice, write_package
+from skippy.models import (
+    GGUFHeader,
+    ModelError,
+    Package,
+    SliceInfo,
+    cut_adapter,
+    inspect_model,
+    plan_slice,
+    write_package,
+)
 from skippy.models.checkpoint import Conversion, Recipe
 from skippy.models.checkpoint.folder import INDEX, TEXTS, WEIGHTS
 from skippy.models.gguf import LazyArray
@@ -281,6 +290,23 @@ def package(data: bytes) -> None:
             found.locate(tensor.source for tensor in plan.tensors if tensor.source is not None)
 
 
+@functools.cache
+def _model() -> SliceInfo:
+    return SliceInfo.from_file(CORPUS / "gguf" / "llama")
+
+
+def adapter(data: bytes) -> None:
+    """A LoRA adapter, cut for a model of two layers; what is taken can be read, and multiplied with."""
+    with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
+        path = Path(scratch) / "adapter.gguf"
+        path.write_bytes(data)
+        with contextlib.suppress(ModelError):
+            part = cut_adapter(path, 1.0, _model(), cache_dir=scratch)
+            if part.path is not None:
+                kinds = {tensor.type_name for tensor in GGUFHeader.read(part.path).tensors.values()}
+                assert kinds <= {"F32", "F16", "BF16", "Q8_0"}
+
+
 def states(data: bytes) -> None:
     """A file that keeps a state: its head, then all of it under the name that its head gives it."""
     size = int.from_bytes(data[12:16], "little")
@@ -353,6 +379,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "gguf": gguf,
     "checkpoint": checkpoint,
     "package": package,
+    "adapter": adapter,
     "states": states,
     "config": config,
     "topology": topology,

@@ -20,7 +20,7 @@ from skippy.embed.model_part import find_model_part
 from skippy.engine.recipe import checkpoint_recipe
 from skippy.models import CheckpointError, GGUFHeader, ensure_slice, file_sha256, header_path
 from tests.cli.support import run_cli
-from tests.engine.test_adapters import write_adapter
+from tests.support.adapters import write_adapter
 from tests.support.chain_answer import chain_answer
 from tests.support.checkpoints import write_checkpoint, write_imatrix
 from tests.support.cluster import toy_config

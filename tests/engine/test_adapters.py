@@ -5,50 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
 
 from skippy.engine import EngineOptions
 from skippy.engine.llama import LlamaEngine
 from skippy.models import GGUFError, GGUFHeader, cut_adapter, ensure_slice
 from tests.engine.chains import Chain, bits
+from tests.support.adapters import write_adapter
 from tests.support.splitting import split_model
 from tests.support.tiny_models import write_tiny
 
 TOKENS = [[3, 141, 59, 26, 200, 7], [7, 91, 12, 250]]
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-
-
-def write_adapter(
-    path: Path,
-    model: Path,
-    names: Iterable[str],
-    *,
-    rank: int = 4,
-    kind: Any = np.float16,
-    **metadata: object,
-) -> Path:
-    """A random adapter for matrices of a model; ``metadata`` replaces what is said about it."""
-    header = GGUFHeader.read(model)
-    facts = {"general_type": "adapter", "adapter_type": "lora", "arch": header.text("general.architecture")}
-    facts |= metadata  # type: ignore[arg-type]
-    out = GGUFWriter(path, facts["arch"])
-    out.add_string("general.type", facts["general_type"])
-    out.add_string("adapter.type", facts["adapter_type"])
-    out.add_float32("adapter.lora.alpha", 8.0)
-    generator = np.random.default_rng(5)
-    for name in names:
-        width, height = header.tensors[name].dims
-        out.add_tensor(f"{name}.lora_a", generator.normal(0, 0.1, (rank, width)).astype(np.float32))
-        out.add_tensor(f"{name}.lora_b", generator.normal(0, 0.1, (height, rank)).astype(kind))
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
-    return path
 
 
 def computed(model: Path, edges: Iterable[int], cache: Path, *adapters: tuple[Path, float]) -> list[bytes]:
