@@ -458,6 +458,10 @@ class TestOptions:
             (SCHEDULE | {"prefill_chunk_schedule": ()}, "prefill_chunk_schedule: must not be empty"),
             (SCHEDULE | {"prefill_chunk_schedule": (8,) * 1025}, "prefill_chunk_schedule: has 1025 sizes"),
             ({"prefill_chunk_schedule": "8"}, "prefill_chunk_schedule: has no effect with"),
+            (
+                SCHEDULE | {"prefill_chunk_schedule": "8", "prefill_chunk_size": 9},
+                "prefill_chunk_size: has no",
+            ),
             ({"prefill_adaptive_start": 0}, "prefill_adaptive_start: is 0"),
             ({"prefill_adaptive_step": 0}, "prefill_adaptive_step: is 0"),
             ({"prefill_adaptive_max": 127}, "prefill_adaptive_start: is 128, must be at most"),

@@ -328,6 +328,11 @@ class OpenAIOptions(AccessOptions):
             schedule is None or policy != "adaptive-ramp",
             "prefill_chunk_schedule: has no effect with prefill_chunk_policy adaptive-ramp; use schedule",
         )
+        require(
+            schedule is None
+            or self.prefill_chunk_size == attrs.fields(OpenAIOptions).prefill_chunk_size.default,
+            "prefill_chunk_size: has no effect with prefill_chunk_schedule",
+        )
         knobs = [f"prefill_adaptive_{name}" for name in ("start", "step", "max")]
         require_range(self, 1, I32_MAX, *knobs)
         require(

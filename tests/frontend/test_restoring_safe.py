@@ -51,7 +51,7 @@ async def test_equal_prompts_whole_and_others_up_to_a_chunk_of_their_own(stages:
 @all_chains
 async def test_the_next_chunk_is_the_one_that_would_have_come(stages: int) -> None:
     """Of a list of sizes, that behind those which are restored."""
-    async with caching_chain(stages, safe=True, prefill_chunk_schedule=(4, 9, 16)) as chain:
+    async with caching_chain(stages, safe=True, chunk=256, prefill_chunk_schedule=(4, 9, 16)) as chain:
         await ask(chain, PROMPT, 0, count=1)
         await ask(chain, OTHER, 29, count=1)
         assert schedules(chain) == [{(4, 9, 16, 14, 1), (4, 9, 16, 16, 6, 1)}] * stages
