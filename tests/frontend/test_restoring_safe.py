@@ -35,7 +35,7 @@ async def ask(chain: Chain, prompt: list[int], cached: int, count: int = 12) -> 
 def schedules(chain: Chain) -> list[set[tuple[int, ...]]]:
     """For each stage, how each of its entries was computed."""
     stages = range(len(chain.cluster.stages))
-    return [{entry.schedule for entry in cache_of(chain, i).index.entries()} for i in stages]
+    return [{entry.schedule for entry in cache_of(chain.cluster, i).index.entries()} for i in stages]
 
 
 @all_chains
@@ -62,7 +62,7 @@ async def test_what_an_audit_computes_again_is_cut_no_otherwise(stages: int) -> 
     async with caching_chain(stages, safe=True, config=AUDITED) as chain:
         await ask(chain, PROMPT, 0)
         await ask(chain, OTHER, 0)
-        audits = [cache_of(chain, index).index.counters for index in range(stages)]
+        audits = [cache_of(chain.cluster, index).index.counters for index in range(stages)]
         assert [(each.audits, each.audit_failures) for each in audits] == [(1, 0)] * stages
         assert all((7, 7, 7, 7, 7, 7, 7, 2, *(1,) * 12) in each for each in schedules(chain))
 
