@@ -115,6 +115,12 @@ class SimCluster:
         while not all(self.running):
             await self._changed.park()
 
+    async def wait_connected(self) -> None:
+        """Wait until every lane of stage 0's pool is connected."""
+        # What may change is all of stage 0, so there is no event to wait for; time is virtual.
+        while (front := self.front) is None or front.pool.connected < front.pool.size:  # noqa: ASYNC110
+            await trio.sleep(0.1)
+
     async def _keep(self, index: int) -> None:
         while True:
             with trio.CancelScope() as scope:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Final
 
 import attrs
 
@@ -15,11 +16,9 @@ from skippy.frontend.generation import GenerationRequest
 
 from .oracle import ToyModel, expected
 
-MAX_PROMPT = 60
+MAX_PROMPT: Final = 60
 """Tokens: a prompt must leave room for an answer."""
-
-
-LOSS_SECS = 10.0
+LOSS_SECS: Final = 10.0
 """Stages are made to forget within this time."""
 
 

@@ -147,7 +147,7 @@ class Simulation:
         async with trio.open_nursery() as nursery:
             if not scenario.faulty:
                 with within(START_SECS, "the lanes are not connected"):
-                    await self._wait_connected()
+                    await self._cluster.wait_connected()
             for number, asked in enumerate(scenario.asked):
                 self._start_client(nursery, f"request {number}", asked)
             for number in range(scenario.drivers):
@@ -224,12 +224,7 @@ class Simulation:
             await self._cluster.wait_up()
         await trio.sleep(self._detection_secs)
         with within(RECOVERY_SECS, "the chain does not recover: lanes are not connected"):
-            await self._wait_connected()
-
-    async def _wait_connected(self) -> None:
-        # What may change is all of stage 0, so there is no event to wait for; time is virtual.
-        while (front := self._cluster.front) is None or front.pool.connected < front.pool.size:  # noqa: ASYNC110
-            await trio.sleep(0.1)
+            await self._cluster.wait_connected()
 
     async def _probe(self) -> None:
         """Requests on all lanes at once are served, and nothing is left of any request then."""

@@ -110,12 +110,6 @@ class Scenario:
         """Whether anything is meant to go wrong."""
         return bool(self.faults or self.blows)
 
-    @property
-    def lies(self) -> bool:
-        """Whether bytes may arrive changed, which nothing but their meaning can show."""
-        faults = [each.fault for each in self.faults] + [blow.fault for blow in self.blows if blow.fault]
-        return any(fault.kind in (FaultKind.CORRUPT, FaultKind.LIE) for fault in faults)
-
 
 def draw(
     seed: int,

@@ -164,9 +164,7 @@ class _Run:
         """Wait until all lanes are connected through all stages."""
         with within(RECOVERY_SECS, f"not every lane is connected {when}"):
             await self._cluster.wait_up()
-            # Looking now and then costs no time that is not virtual.
-            while (front := self._cluster.front) is None or front.pool.connected < front.pool.size:  # noqa: ASYNC110
-                await trio.sleep(0.1)
+            await self._cluster.wait_connected()
 
     def _client(self, name: str, request: GenerationRequest) -> Client:
         asked = Asked(at=trio.current_time(), request=request)
