@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ import trio
 
 from skippy import embed
 from skippy.cli.demo import DemoOptions, lora_adapter, prepare
-from skippy.config import ConfigError, KvCacheConfig, LoraAdapter, StageOptions
+from skippy.config import (
+    ConfigError,
+    KvCacheConfig,
+    LoraAdapter,
+    StageConfig,
+    StageOptions,
+    from_json_value,
+    to_json_value,
+)
 from skippy.config.quantization import QUANTIZATIONS, parse_quantization
 from skippy.embed.model_part import find_model_part
 from skippy.engine.recipe import checkpoint_recipe
@@ -167,6 +176,9 @@ def test_lora_of_run(tmp_path: Path) -> None:
             lora_adapter(f"{file}:{scale}")
     file.write_bytes(b"")
     assert lora_adapter(str(file)) == LoraAdapter(path=str(file))
+    chosen = config(file, lora_adapters=(lora_adapter(str(file)), LoraAdapter(path="b", scale=2.0)))
+    sent = json.dumps(to_json_value(chosen))  # to the stages of `run`
+    assert from_json_value(json.loads(sent), StageConfig) == chosen
     with pytest.raises(ConfigError, match="lora_adapters: has 17 entries, at most 16 are used"):
         config(file, lora_adapters=17 * (LoraAdapter(path="x"),))
 

@@ -24,9 +24,9 @@ so a worker thread may check there whether it was cancelled."""
 
 @contextlib.contextmanager
 def replacing(out: Path, needed: int) -> Iterator[Path]:
-    """A name to write a file or a folder under; when the block ends, it is ``out``, synced.
+    """A name to write a file under; when the block ends, it is ``out``, synced.
 
-    A file replaces one that was there; a folder does not. After an exception nothing is left of it.
+    It replaces one that was there. After an exception nothing is left of it.
 
     Args:
         needed: how many bytes it takes, for the error text; 0: not known.
