@@ -8,7 +8,8 @@ import itertools
 import random
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar
 
 import attrs
 import pytest
@@ -18,6 +19,7 @@ from skippy.kv.entries import Part
 from skippy.kv.settings import KvSettings
 
 SEQUENCES, MIN_TOKENS, BYTES_PER_TOKEN = 16, 16, 10
+T = TypeVar("T", str, list[int])
 
 
 @attrs.frozen
@@ -28,25 +30,39 @@ class Request:
     answer: str
 
 
+def chats(
+    chance: random.Random, popular: int, text: Callable[[int, int], T], *, longest: int
+) -> Generator[tuple[int, T], T, None]:
+    """Chats that go on turn by turn and begin anew, few of them often; they share system prompts.
+
+    Yields which chat it is, and its prompt; takes the answer.
+    """
+    systems = [text(20, 200) for _ in range(12)]
+    held = [text(0, 0) for _ in range(popular)]
+    weights = [1 / (rank + 1) ** 0.8 for rank in range(popular)]
+    while True:
+        number = chance.choices(range(popular), weights)[0]
+        if not held[number] or len(held[number]) > longest:
+            held[number] = systems[number % len(systems)] + text(5, 40)
+        prompt = held[number] + text(5, 60)
+        answer = yield number, prompt
+        held[number] = prompt + answer
+
+
 def conversations(seed: int, *, popular: int, tenants: int = 3) -> Iterator[Request]:
-    """Chats that go on turn by turn and begin anew, few of them often; they share system prompts."""
-    random_source = random.Random(seed)
+    """A workload of such chats."""
+    chance = random.Random(seed)
     letters = [chr(0x4E00 + number) for number in range(2000)]
 
     def text(low: int, high: int) -> str:
-        return "".join(random_source.choices(letters, k=random_source.randint(low, high)))
+        return "".join(chance.choices(letters, k=chance.randint(low, high)))
 
-    systems = [text(20, 200) for _ in range(12)]
-    chats = [""] * popular
-    weights = [1 / (rank + 1) ** 0.8 for rank in range(popular)]
+    source = chats(chance, popular, text, longest=500)
+    number, prompt = next(source)
     while True:
-        number = random_source.choices(range(popular), weights)[0]
-        if not chats[number] or len(chats[number]) > 500:
-            chats[number] = systems[number % len(systems)] + text(5, 40)
-        prompt = chats[number] + text(5, 60)
         answer = text(1, 60)
-        chats[number] = prompt + answer
         yield Request(f"tenant {number % tenants}", prompt, answer)
+        number, prompt = source.send(answer)
 
 
 @attrs.frozen

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from skippy.config import KvCacheConfig
-from skippy.kv.cache import KvCounters
+from skippy.kv.entries import KvCounters
 from skippy.protocol import MessageKind, Reply, ReplyKind, ReplyStats, SamplingConfig, is_hit
 from skippy.stage import GenerationSettings
 from skippy.stage.keeping import StageCache
