@@ -237,6 +237,13 @@ MUTANTS: Final = (
         "",
     ),
     Mutant(
+        "leave-place",
+        "who gives back what was restored gives its place on the stage up, too",
+        "skippy/stage/remembering.py",
+        "            self._spare = self._scheduler.take_sequence()\n",
+        "            pass\n",
+    ),
+    Mutant(
         "settle-alone",
         "a stage goes by the length that it has itself, not by what the chain has settled on",
         "skippy/stage/restoring.py",
