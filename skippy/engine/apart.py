@@ -64,7 +64,7 @@ def run_apart(
     values = (names, str(out), None if expected is None else str(expected), steps, threads)
     line = json.dumps(dict(zip(_SETTINGS, values, strict=True))).encode() + b"\n"
     with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=_environment())
         assert child.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -78,6 +78,11 @@ def run_apart(
                 child.stdin.close()
         if code != 0:
             raise ChildFailed(f"the process {obituary(code, _last_lines(log))}")
+
+
+def _environment() -> dict[str, str]:
+    """Without the debugger that ggml starts to show where a failed assertion was."""
+    return {**os.environ, "GGML_NO_BACKTRACE": "1"}
 
 
 def _wait(child: subprocess.Popen[bytes], timeout: float, waiting: Callable[[], None]) -> int:

@@ -189,6 +189,8 @@ def tiny_part(index: int, block: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _weights(generator: np.random.Generator, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    if "tid2eid" in name:  # experts by token id
+        return np.asarray(generator.integers(0, 2, shape[::-1], dtype=np.int32))
     data = generator.standard_normal(shape[::-1], dtype=np.float32) * np.float32(0.1)
     if "ssm_a" in name:
         return np.asarray(-np.abs(data))  # a decay

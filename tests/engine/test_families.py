@@ -5,6 +5,7 @@ Here each is cut in two and in three at one place, another for each; ``make fami
 
 from __future__ import annotations
 
+import re
 import zlib
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from skippy.engine.certify import Comparison
 from skippy.models import FAMILIES, GGUFHeader, UnsupportedArchitectureError, family_of, possible_cuts
 from skippy.models.tiny import tiny_architecture, tiny_models, write_tiny_model
 from tests.support.families import VARIANTS, Variant, load, run_variant
+from tests.support.family_mutants import QUIET, notice, rules
 
 DEEP = 10  # layers; deeper models, and those with a tied head, are left to `make families`
 
@@ -49,6 +51,15 @@ def test_where_layers_share_an_indexer(tmp_path: Path) -> None:
     results = run_variant(Variant("hy_v4"), tmp_path, [(1,), (2,), (2, 4)])
     assert [result.difference for result in results] == [None, 0.0, 0.0]
     assert "layer 1 uses the positions that an earlier layer has found" in results[0].refused
+
+
+@pytest.mark.parametrize(("architecture", "rule"), [("gemma", "entry"), ("cohere2", "window_period")])
+def test_a_rule_that_is_missing_shows(architecture: str, rule: str) -> None:
+    """`make rules` tries all of them."""
+    assert set(QUIET) < set(rules())
+    found = notice(architecture, rule)
+    assert found is not None
+    assert re.search(r"cut at \(1,\): differs \d", found)
 
 
 def test_a_looped_model_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from skippy.engine.llama import LlamaEngine
 from skippy.models import FAMILIES, GGUFHeader, SliceInfo
 from skippy.models.records import RECORDS, Record, Records, new_records
 from skippy.models.shape import shape_of
-from skippy.models.tiny import tiny_architecture, tiny_models, write_tiny_model
+from skippy.models.tiny import tiny_architecture, tiny_data, tiny_models, tiny_part, write_tiny_model
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 RECORDS_FILE = Path(__file__).resolve().parents[2] / "skippy" / "models" / RECORDS
@@ -86,6 +86,37 @@ def _sharing(model: str) -> Variant:
     return Variant(model, "with shared indexers", types, 6, (), dict.fromkeys(gone))
 
 
+def _experts_every(model: str, step: int, layers: int) -> Variant:
+    """Of each ``step`` layers, the last has experts."""
+    dense, experts = (dict(tiny_part(index, "")) for index in tiny_data()["families"][model]["ffns"])
+    tensors: dict[str, tuple[int, ...] | None] = {}
+    for layer in range(layers):
+        own, other = (dense, experts) if (layer + 1) % step else (experts, dense)
+        tensors |= {f"blk.{layer}.{name}": None for name in other} | {
+            f"blk.{layer}.{name}": shape for name, shape in own.items()
+        }
+    about = f"with experts in one of {step} layers"
+    return Variant(model, about, {"interleave_moe_layer_step": step}, layers, (), tensors)
+
+
+def _hashed() -> Variant:
+    """The first two layers choose experts by the id of the token."""
+    tables: dict[str, tuple[int, ...] | None] = {
+        f"blk.{i}.ffn_gate_tid2eid.weight": (2, 128) for i in range(2)
+    }
+    gone = dict.fromkeys([f"blk.{i}.exp_probs_b{kind}.bias" for i in range(2) for kind in ("", "_vl")])
+    about = "with layers that choose experts by token"
+    return Variant("deepseek4", about, {"hash_layer_count": 2}, 8, (), {**tables, **gone})
+
+
+def _deep_command_r() -> Variant:
+    """From 64 layers on, queries and keys are normalised."""
+    deep = _pinned("command-r", 64)
+    norms = ("attn_q_norm", "attn_k_norm")
+    tensors = {f"blk.{layer}.{name}.weight": (128, 2) for layer in range(64) for name in norms}
+    return attrs.evolve(deep, tensors=dict(tensors))
+
+
 def _deci() -> Variant:
     """Layer 2 has no attention, layer 3 no feed-forward part."""
     heads = {f"attention.head_count{which}": [2, 2, 0, 2, 2, 2] for which in ("", "_kv")}
@@ -143,6 +174,16 @@ VARIANTS: tuple[Variant, ...] = (
     *(_predicting(model) for model in ("glm4moe", "hy_v3", "qwen35", "qwen3next")),
     _deci(),
     _sharing("glm-dsa"),
+    Variant(
+        "ernie4_5-moe",
+        "with experts in one of 4 layers",
+        {"interleave_moe_layer_step": 4, "leading_dense_block_count": 3},
+        4,
+    ),
+    _experts_every("llama4", 3, 9),
+    *(_silent(model, _WINDOW, _PATTERN, layers=9) for model in ("llama4", "smallthinker")),
+    _hashed(),
+    _deep_command_r(),
     *(
         Variant(
             model, f"without output.bias{', with a tied head' if tied else ''}", tensors=_NO_BIAS, tied=tied
