@@ -35,9 +35,10 @@ QUIET = {
     ("llama4", "window_period"): _PHASED,
     ("llama4", "window_default"): _PHASED,
     ("llama4", "kinds"): "layers without positions are those without a window, which are known already",
-    ("smallthinker", "window_period"): _PHASED,
     ("smallthinker", "window_default"): _PHASED,
     ("smallthinker", "full_first"): _PHASED,
+    ("minimax-01", "interval"): "layers keep their true indices, so what the file says stays right",
+    ("glm5-next", "indexer"): "all layers of its small model have indexers of their own",
     ("qwen3tts", "keeps_vocabulary"): "its small model has as many tokens as rows",
     (
         "gemma2",
