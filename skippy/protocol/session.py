@@ -159,10 +159,9 @@ class Session(Machine[SessionState, SessionEvent]):
             )
         if position == self._length:
             return Action(Verb.RUN, position, message.token_count)
-        newer = (
-            self._epoch is not None
-            and message.state.checkpoint_generation > self._epoch.checkpoint_generation
-        )
+        # What was restored, and has no row behind it, is of no epoch; a request's first generation is 0.
+        before = 0 if self._epoch is None else self._epoch.checkpoint_generation
+        newer = message.state.checkpoint_generation > before
         if kind not in POSITIONED_KINDS and not newer:
             raise RemoteProtocolError(
                 f"{kind.name} starts at position {position}, but the session already holds {self._length}"

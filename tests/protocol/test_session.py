@@ -155,6 +155,17 @@ def test_restore_then_go_on() -> None:
         Session().restored(data(K.TRY_RESTORE_PREFILL, 0, 6), -1)
 
 
+@pytest.mark.parametrize("kind", [K.PREFILL_EMBD, K.DECODE_REPLAY_EMBD])
+def test_what_was_restored_rewinds_in_a_higher_generation(kind: MessageKind) -> None:
+    """No row has run behind it, so there is no epoch yet."""
+    session = Session()
+    session.restored(data(K.TRY_RESTORE_PREFILL, 0, 6), 6)
+    with pytest.raises(RemoteProtocolError, match="already holds 6"):
+        session.accept(data(kind, 5, 2))
+    assert session.accept(data(kind, 5, 2, generation=1)) == Action(Verb.REWIND, 5, 2)
+    assert session.length == 7
+
+
 def test_stop_makes_it_new_for_the_same_or_other_ids() -> None:
     session = session_of(8, generation=5)
     session.stop()
