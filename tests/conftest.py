@@ -14,9 +14,10 @@ from skippy.cli.errors import SettingError
 from skippy.stage.clock import measured_on
 from tests.support.certificates import Certificates
 
-# In a script's background SIGINT is ignored, which processes inherit; tests send it to some.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# In a script's background SIGINT is ignored, behind nohup SIGHUP, which processes inherit; tests send both.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,8 @@ def test_a_signal_cancels(number: signal.Signals) -> None:
         nonlocal cleaned_up
         os.kill(os.getpid(), number)
         try:
-            await trio.sleep_forever()
+            with trio.fail_after(10):
+                await trio.sleep_forever()
         finally:
             cleaned_up = True
 
@@ -42,7 +43,8 @@ def test_who_ends_by_itself_is_not_cancelled() -> None:
     async def main() -> None:
         stop.in_order()
         os.kill(os.getpid(), signal.SIGTERM)
-        await stop.requested.wait()
+        with trio.fail_after(10):
+            await stop.requested.wait()
         await trio.lowlevel.checkpoint()
         steps.append("ended in order")
 
@@ -59,7 +61,8 @@ def test_a_request_to_end_at_once_cancels_even_so() -> None:
         stop.in_order()
         threading.Thread(target=stop.request, kwargs={"at_once": True}).start()
         try:
-            await trio.sleep_forever()
+            with trio.fail_after(10):
+                await trio.sleep_forever()
         except trio.Cancelled:
             cancelled = True
             raise
