@@ -87,14 +87,19 @@ def stop_signals(
     times: queue.SimpleQueue[float | None] = queue.SimpleQueue()
     asked_at: float | None = None
 
+    def leave(status: int) -> NoReturn:
+        try:
+            abandon()
+        finally:  # whatever comes of that
+            os._exit(status)
+
     def watch() -> None:
         seconds = times.get()
         if seconds is not None:
             try:
                 times.get(timeout=seconds)
             except queue.Empty:
-                abandon()
-                os._exit(UNRETURNED)
+                leave(UNRETURNED)
 
     def handle(number: int, _: FrameType | None) -> None:
         nonlocal asked_at
@@ -103,8 +108,7 @@ def stop_signals(
             times.put(hard_secs)
             stop.request()
         elif not patient and time.monotonic() - asked_at >= INSIST_SECS:
-            abandon()
-            os._exit(128 + number)
+            leave(128 + number)
 
     # It waits here already: starting a thread in a signal handler may deadlock.
     watchdog = threading.Thread(target=watch, name="stop watchdog", daemon=True)

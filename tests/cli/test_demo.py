@@ -112,7 +112,9 @@ def test_a_run_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
     model.touch()
     monkeypatch.setattr(demo, "inspect_model", lambda path: summary(128))
     monkeypatch.setattr(demo, "find_part", lambda *_, **__: None)
-    options = demo.DemoOptions(model=model, bind="127.0.0.1:0", stages=2, threads=3, replay_timeout_secs=7)
+    options = demo.DemoOptions(
+        model=model, bind="127.0.0.1:0", stages=2, threads=3, replay_timeout_secs=7, precheck=False
+    )
     chains = [demo.prepare(options) for _ in range(2)]
     tokens = {chain.options.link_token for chain in chains}
     assert len(tokens) == 2

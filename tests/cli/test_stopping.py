@@ -144,6 +144,15 @@ def test_a_stop_that_takes_too_long_ends_the_process(block: str) -> None:
     assert out.endswith("abandoned\n")
 
 
+def test_it_ends_also_where_what_is_abandoned_cannot_be() -> None:
+    with start(SHIELDED, 0.2, run="time.sleep(60)") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.stdout.close()  # so that printing fails
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 70
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
     with start(SHIELDED, 60) as process:
