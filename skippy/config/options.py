@@ -16,6 +16,7 @@ from .stage import I32_MAX, U32_MAX
 
 MAX_LINK_TOKEN_BYTES = 64
 MAX_CHUNK_SIZES = 1024
+"""Of a schedule, and so of what stage 0 tells other stages of it."""
 MAX_WIRE_MS = 3_600_000
 """Longest that any part of a conditioned wire may hold a frame: one hour."""
 MAX_WAIT_SECS = 86_400

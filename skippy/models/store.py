@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done_bytes, total_bytes)``; stages are "download", "hash", "wait" (for another
-process, 0 of 0) and "write". An exception it raises ends the work cleanly and comes out of the call;
-so a worker thread may check there whether it was cancelled."""
+process, 0 of 0), "compare" (a small model, 0 of 0) and "write". An exception it raises ends the work cleanly
+and comes out of the call; so a worker thread may check there whether it was cancelled."""
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Final
 
 import attrs
 
+from skippy.config.options import MAX_CHUNK_SIZES
 from skippy.protocol import Message, RemoteProtocolError
 from skippy.protocol.strict_json import canonical_json, parse_object
 
@@ -23,7 +24,6 @@ MAX_METADATA_BYTES: Final = 512 * 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_NAMESPACE_DIGITS: Final = 64
 MAX_CHECKPOINTS: Final = 1024
-MAX_CHUNK_SIZES: Final = 1024
 DROP_WORDS: Final = ("all", "common")
 I32_MAX: Final = 2**31 - 1
 _NAMESPACE: Final = re.compile(f"[0-9a-f]{{1,{MAX_NAMESPACE_DIGITS}}}")
