@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from skippy.protocol import Message, RemoteProtocolError, SessionState
 
+from .restored import RestoreFailed
 from .session import StageSession
 
 
@@ -56,7 +57,12 @@ class RememberedSession(StageSession):
         if holding is None or holding.off or holding.audit or self.sequence is not None:
             return 0
         spare, self._spare = self._spare, None
-        restored = await holding.restore(tokens, whole=whole, spare=spare)
+        try:
+            restored = await holding.restore(tokens, whole=whole, spare=spare)
+        except RestoreFailed:
+            if had_one or spare is not None:  # which was dropped with what went wrong in it
+                self._keep_place()
+            raise
         if restored is None:
             self._spare = spare
             if had_one:
