@@ -161,6 +161,8 @@ class StageCache:
             return restored
         try:
             await self.import_state(entry, target)
+            if entry.forgotten:  # or the session would leave it there once more
+                raise StateLost("it was forgotten while it was imported")
         except BaseException as exc:
             self.scheduler.release_sequence(target)
             if not isinstance(exc, (EngineError, ValueError, StateLost)):

@@ -12,8 +12,10 @@ from skippy.engine.base import StateBytes
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import ReplyKind
 from skippy.stage import GenerationSettings
+from skippy.stage.states import State, StateTier
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
 from tests.stage.test_restores_whole import WholeToy
+from tests.stage.test_states import ONE, PROMPTS, ask
 from tests.support.cached import K, cache_of, cached_cluster, complete, configure, counters
 from tests.support.cluster import Cluster
 from tests.support.driver import Driver, driver_of
@@ -221,3 +223,32 @@ async def test_forgetting_what_a_session_has_and_the_index_has_not(
                 lengths = [entry.length for entry in cache_of(cluster, index).index.entries()]
                 assert (len(PROMPT) in lengths) is kept
                 assert kept or not lengths
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+async def test_what_is_forgotten_while_it_is_imported_does_not_come_back(
+    on_disk: bool, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request goes on without it, and its own rows are the first ones since."""
+    kv = {"directory": str(tmp_path)} if on_disk else {}
+    with trio.fail_after(30):
+        async with cached_cluster(1, kv=kv, **ONE) as cluster, driver_of(cluster) as driver:
+            await ask(driver, PROMPTS[0], 0)
+            await ask(driver, PROMPTS[1], 0)
+            cache, load = cache_of(cluster, 0), StateTier.load
+
+            async def forgetting(self: StateTier, state: State, sequence: int) -> None:
+                await load(self, state, sequence)
+                if whole:
+                    cache.forget_all("all")
+                else:
+                    (entry,) = [entry for entry in cache.index.entries() if entry.state is state]
+                    cache.forget(entry)
+
+            monkeypatch.setattr(StateTier, "load", forgetting)
+            await ask(driver, PROMPTS[0], 0)
+            monkeypatch.undo()
+            await ask(driver, PROMPTS[0], len(PROMPTS[0]) - 1)
+            assert counters(cluster)[0].imports == 0
+            await wait_for_sequences(cluster)
