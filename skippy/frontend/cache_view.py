@@ -61,10 +61,12 @@ class ChainCaches:
 
     async def drop(self, namespace: str) -> int:
         """See :meth:`skippy.frontend.generation.Generator.drop_cache`."""
-        self._restorer.forget()
         cache = self._context.cache
         before = 0 if cache is None else cache.index.counters.dropped
-        await self._tell(GenerationSettings(cache_drop=namespace))
+        try:
+            await self._tell(GenerationSettings(cache_drop=namespace))
+        finally:
+            self._restorer.forget()  # also answers of what has ended meanwhile
         return 0 if cache is None else cache.index.counters.dropped - before
 
     async def _tell(self, settings: GenerationSettings) -> ReplyAnnex | None:

@@ -73,6 +73,7 @@ class Restorer:
         draw: a number from [0, 1) for each hit; those below the audit rate are computed all the same.
 
     Attributes:
+        era: how often answers were forgotten: what began in an earlier one leaves none.
         totals: what the stages have said of their caches, over all requests of the endpoint.
         hits_by_stage: how often each stage, by its index, had what it was asked for.
     """
@@ -91,6 +92,7 @@ class Restorer:
         self._draw = draw
         settings = None if self._cache is None else self._cache.settings
         self._answers = None if settings is None else ReplayCache(settings)
+        self.era = 0
         self.totals = EMPTY_STATS
         self.hits_by_stage: dict[int, int] = {}
 
@@ -117,9 +119,9 @@ class Restorer:
             request.namespace, request.prompt, request.sampling, metadata=_metadata(request)
         )
 
-    def record_answer(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
-        """Remember what a request was given."""
-        if tokens and self._answers is not None:
+    def record_answer(self, request: GenerationRequest, tokens: Sequence[int], era: int) -> None:
+        """Remember what a request was given that began in ``era``."""
+        if tokens and self._answers is not None and era == self.era:
             self._answers.record(
                 request.namespace, request.prompt, request.sampling, tokens, metadata=_metadata(request)
             )
@@ -243,7 +245,8 @@ class Restorer:
         return Restored(length=settled, kind="chain_prefix" if settled else None), reply.stats
 
     def forget(self) -> None:
-        """Remember no answers; they are soon known again."""
+        """Remember no answers, nor those of requests that run; they are soon known again."""
+        self.era += 1
         if self._answers is not None:
             self._answers.clear()
 

@@ -344,7 +344,8 @@ async def test_forgetting(stages: int) -> None:
         assert tokens == unsplit_tokens(PROMPT, 12)
         await settled(chain, 4)
         assert held() == {frozenset()}, "its prompt was restored before"
-        await chain.generate(request(PROMPT, namespace="aa"))
+        _, timings = await chain.generate(request(PROMPT, 4, namespace="aa"))
+        assert timings.cached_tokens == 0, "nor are the first tokens of its answer known"
         await settled(chain, 4)
         assert held() == {frozenset({"aa"})}
 
