@@ -162,7 +162,7 @@ def _add_cache_routes(app: QuartTrio, generator: Generator) -> None:
     # No form and no script of another origin can send this without asking first.
     @app.delete("/kv")
     async def drop() -> Response:
-        namespace = parse_namespace(request.args.get("namespace"))
+        namespace = parse_namespace(request.args.items(multi=True))
         try:
             return json_answer(
                 {"object": "kv_cache.dropped", "dropped": await generator.drop_cache(namespace)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import trio
@@ -108,12 +108,21 @@ def chain_report(stages: list[dict[str, Any]], missing: str | None, restorer: Re
     }
 
 
-def parse_namespace(text: str | None) -> str:
+def parse_namespace(query: Iterable[tuple[str, str]]) -> str:
     """What ``DELETE /kv`` is to forget, as the setting ``cache_drop`` has it: ``all``, ``common``, or digits.
 
+    Args:
+        query: names and values; a slip in one of them must not have everything forgotten.
+
     Raises:
-        ApiError: 400: neither of the words, nor the first digits of a namespace.
+        ApiError: 400: neither of the words, nor first digits of a namespace; two of them; another name.
     """
+    text: str | None = None
+    for name, value in query:
+        if name != "namespace" or text is not None:
+            what = "given twice" if name == "namespace" else "not known; the only parameter is namespace"
+            raise ApiError(f"{name[:80]} is {what}", param=name[:80])
+        text = value
     if text is None or text in ("all", COMMON) or _NAMESPACE.fullmatch(text):
         return text or "all"
     raise ApiError(

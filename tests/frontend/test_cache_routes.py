@@ -40,6 +40,18 @@ async def test_what_is_no_namespace_is_refused_by_name(namespace: str) -> None:
     assert generator.dropped == []
 
 
+@pytest.mark.parametrize(
+    ("query", "param"), [("namspace=0a", "namspace"), ("namespace=0a&namespace=0b", "namespace"), ("x", "x")]
+)
+async def test_a_slip_in_the_query_does_not_have_everything_forgotten(query: str, param: str) -> None:
+    generator = ScriptedGenerator(say("x"))
+    async with client(generator) as http:
+        answer = await http.delete(f"/kv?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert generator.dropped == []
+
+
 async def test_a_chain_that_cannot_be_told() -> None:
     generator = ScriptedGenerator(say("x"))
     generator.entry_error = ChainUnavailable("stage 1 is away")
