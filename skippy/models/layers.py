@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -77,7 +77,10 @@ def pins_count(family: Family, count: int) -> bool:
     """Whether every slice of a model of so many layers must have as many."""
     if family.pinned_from:
         return count >= family.pinned_from
-    return count in family.pinned or -1 in family.pinned or family.lead is Lead.ALL
+    # A model with the number that others' slices must not have computes differently itself.
+    return (
+        count == family.not_layers or count in family.pinned or -1 in family.pinned or family.lead is Lead.ALL
+    )
 
 
 def phase_of(header: GGUFHeader, family: Family) -> int:
@@ -108,15 +111,9 @@ def _free(
     if family.lead is Lead.ONE and start > 0 and not front:
         front = [start]
     back = [] if last else [_behind(end, end, count, phase)]
-    missing = set().union(*kinds) - set().union(*(kinds[i] for i in (*front, *range(start, end), *back)))
     if phase > 1:
-        while _lacks(family, kinds, front, start, end, back):
-            if not last:
-                back.append(_behind(end + len(back), end, count, phase))
-            else:
-                first = front[0] if front else start
-                front = [*range(first - phase, first), *front]
-        return tuple(front), tuple(back)
+        return _in_phase(family, kinds, front, start, end, phase)
+    missing = _missing(kinds, (*front, *range(start, end), *back))
     dense = max(header.count(f"{family.architecture}.{key}", 0) for key in LEADING_COUNTS)
     while missing:
         best = max(range(count), key=lambda i: (len(kinds[i] & missing), i >= dense, -abs(i - start)))
@@ -135,13 +132,27 @@ def _free(
     return tuple(sorted(front)), tuple(sorted(back))
 
 
-def _lacks(
-    family: Family, kinds: Sequence[Kinds], front: list[int], start: int, end: int, back: list[int]
-) -> bool:
-    chosen = (*front, *range(start, end), *back)
-    if len(chosen) == family.not_layers:
-        return True
-    return not set().union(*kinds) <= set().union(*(kinds[i] for i in chosen))
+def _in_phase(
+    family: Family, kinds: Sequence[Kinds], front: list[int], start: int, end: int, phase: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Spare layers behind in the order of the model; where these are not enough, whole periods in front."""
+    count = len(kinds)
+    back = [] if end == count else [_behind(end, end, count, phase)]
+    while True:
+        chosen = (*front, *range(start, end), *back)
+        missing = _missing(kinds, chosen)
+        if not missing and len(chosen) != family.not_layers:
+            return tuple(front), tuple(back)
+        if end < count and (not missing or end + len(back) < count + phase):
+            back.append(_behind(end + len(back), end, count, phase))
+        else:  # behind, layers begin to repeat: what is missing is in front, in a period not yet taken
+            first = front[0] if front else start
+            front = [*range(first - phase, first), *front]
+
+
+def _missing(kinds: Sequence[Kinds], chosen: Iterable[int]) -> set[tuple[str, Scalar]]:
+    """What the model has and these layers have not."""
+    return set().union(*kinds) - set().union(*(kinds[i] for i in chosen))
 
 
 def _behind(index: int, end: int, count: int, phase: int) -> int:

@@ -72,7 +72,7 @@ def plan_metadata(
         if name is None:
             out.append(found)
         elif name == "block_count":
-            out.append(entry(key, len(picks.all), found.type))
+            out.append(entry(key, len(picks.all)))  # as llama.cpp wants it, whatever the file has
         elif name in LEADING_COUNTS and isinstance(found.value, int):
             leading = sum(index < found.value for index in picks.all)
             out.append(entry(key, leading, found.type))

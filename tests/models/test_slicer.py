@@ -26,6 +26,9 @@ from skippy.models import (
     slice_bytes,
     write_slice,
 )
+from skippy.models.shape import shape_of
+from skippy.models.slicer import write_plan
+from skippy.models.tiny import write_tiny_model
 from tests.support.tiny_models import vocabulary, write_tiny
 
 LAYERS = 6
@@ -293,6 +296,42 @@ def test_what_a_key_says_of_the_whole_model(
         piece = cut(model, tmp_path, start, start + 2)
         assert piece.value(f"llama.{key}") == expected
         assert piece.value("llama.block_count") == 3
+
+
+def test_a_kind_of_layer_that_is_only_in_front(tmp_path: Path) -> None:
+    """Of families whose layers go by their index, a middle slice takes it from there, by whole periods."""
+    windows = [index == 2 for index in range(12)]
+    model = tmp_path / "m.gguf"
+    write_tiny_model(model, "smallthinker", 12, metadata={"attention.sliding_window_pattern": windows})
+    header = GGUFHeader.read(model)
+    for start in range(12):
+        for end in range(start + 1, 13):
+            picks = plan_slice(header, start, end).picks
+            assert len(picks.front) % 4 == start % 4
+            assert 2 in picks.all
+            assert len(picks.all) < 24
+    assert plan_slice(header, 8, 9).picks.front == (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def test_as_many_layers_as_change_the_arithmetic(tmp_path: Path) -> None:
+    """What other models' slices must not have, all slices of such a model need."""
+    header = GGUFHeader.read(write_tiny_model(tmp_path / "m.gguf", "smallthinker", 4))
+    for start in range(4):
+        for end in range(start + 1, 5):
+            assert len(plan_slice(header, start, end).picks.all) == 4
+    assert "the number of layers: not to be changed" in shape_of(header)
+
+
+def test_more_layers_than_the_type_of_their_number_holds(tmp_path: Path) -> None:
+    metadata = {
+        "block_count": {"value": 127, "type": "INT8"},
+        "attention.compress_ratios": list(range(127)),  # so that all differ
+    }
+    header = GGUFHeader.read(write_tiny_model(tmp_path / "m.gguf", "llama", 127, metadata=metadata))
+    plan = plan_slice(header, 60, 126)
+    assert len(plan.picks.all) > 127
+    write_plan(plan, tmp_path / "s.gguf")
+    assert GGUFHeader.read(tmp_path / "s.gguf").count("llama.block_count") == len(plan.picks.all)
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
