@@ -32,6 +32,7 @@ from skippy.models import (
     ensure_slice,
     header_path,
     plan_slice,
+    printable,
     read_model,
     weights_sha256,
 )
@@ -105,7 +106,9 @@ def certify(
         wanted = parse_cuts(cuts, layers)
         cores = threads or usable_cores()
         trial = Trial(model, header, folder, recipe, verify_package, layers, steps, cores, timeout)
-        click.echo(f"{'model':<16}{model}\n{'architecture':<16}{trial.architecture}, {layers} layers")
+        click.echo(
+            f"{'model':<16}{model}\n{'architecture':<16}{printable(trial.architecture)}, {layers} layers"
+        )
         results: list[CutResult] = []
         for number, places in enumerate(wanted, start=1):
             result = trial.cut(places, f"{_places(places)} ({number} of {len(wanted)})")

@@ -55,5 +55,9 @@ def explain(error: BaseException) -> tuple[str, int] | None:
 
 
 def report(text: str) -> None:
-    """Write ``error: text`` to stderr. Lines after the first, if any, are a child's last words."""
-    click.echo(f"error: {text.strip()}", err=True)
+    """Write ``error: text`` to stderr. Lines after the first, if any, are a child's last words.
+
+    Names of files, and what llama.cpp has said of one, may be meant for a terminal to obey.
+    """
+    safe = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text.strip())
+    click.echo(f"error: {safe}", err=True)

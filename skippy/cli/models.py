@@ -20,9 +20,11 @@ from skippy.models import (
     is_checkpoint,
     is_package,
     is_reference,
+    printable,
     read_model,
     write_package,
     write_slice_of,
+    wrong_model_id,
 )
 from skippy.topology import LayerRange
 
@@ -66,7 +68,7 @@ def describe(summary: ModelSummary) -> list[tuple[str, Any]]:
     files = f" in {summary.files} files" if summary.files > 1 else ""
     lines: list[tuple[str, Any]] = [("model", info.path), ("size", size_text(info.file_bytes) + files)]
     lines.append(("name", summary.name))
-    lines.append(("architecture", info.architecture))
+    lines.append(("architecture", printable(info.architecture)))
     lines.append(("layers", _layers(info)))
     lines.append(("hidden size", info.hidden_size))
     kind = "" if summary.tokenizer is None else f" tokens ({summary.tokenizer})"
@@ -172,8 +174,9 @@ def package(model: Path, out: Path, model_id: str | None) -> None:
 
     The folder appears when it is whole; one that exists is left alone.
     """
-    if model_id is not None and not model_id.strip():
-        raise SettingError("--model-id: must not be empty")
+    problem = None if model_id is None else wrong_model_id(model_id)
+    if problem:
+        raise SettingError(f"--model-id: {problem}")
     with ending_in_order(), SliceProgress(model.name) as progress:
         manifest = write_package(model, out, model_id=model_id, progress=progress)
     click.echo(manifest.path)

@@ -17,6 +17,7 @@ from skippy.models.errors import (
     PackageError,
     SliceWriteError,
     UnsupportedArchitectureError,
+    printable,
 )
 from skippy.models.families import FAMILIES, Family, family_of
 from skippy.models.gguf import GGUFHeader, LazyArray, Metadata, TensorInfo, ValueType
@@ -31,7 +32,7 @@ from skippy.models.loading import (
     load_mode_of,
     local_path,
 )
-from skippy.models.manifest import Manifest, is_package
+from skippy.models.manifest import Manifest, is_package, wrong_model_id
 from skippy.models.package import Package, read_model
 from skippy.models.packing import write_package
 from skippy.models.parts import read_gguf
@@ -90,6 +91,7 @@ __all__ = [
     "mix_adapters",
     "plan_slice",
     "possible_cuts",
+    "printable",
     "read_gguf",
     "read_model",
     "slice_bytes",
@@ -97,4 +99,5 @@ __all__ = [
     "write_package",
     "write_slice",
     "write_slice_of",
+    "wrong_model_id",
 ]

@@ -11,6 +11,11 @@ def show(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:79] + "…")
 
 
+def printable(text: str) -> str:
+    """A name from a file, safe for a terminal: printable, at most 200 characters."""
+    return "".join(c if c.isprintable() else " " for c in text[:200])
+
+
 class ModelError(Exception):
     """Base of everything this package raises about a model file, a slice or the slice cache."""
 

@@ -283,11 +283,18 @@ def _manifest(path: Path, sha256: str, fields: _Fields) -> Manifest:
 
 
 def _model_id(fields: _Fields) -> str:
-    """A name that goes into answers, logs and terminals."""
     name = fields.need("model_id")
-    if len(name) > MAX_MODEL_ID or not name.isprintable():
-        fields.fail(f"model_id is {show(name)}, must be printable and at most {MAX_MODEL_ID} characters")
+    problem = wrong_model_id(name)
+    if problem:
+        fields.fail(f"model_id {problem}")
     return name
+
+
+def wrong_model_id(name: str) -> str | None:
+    """Why a model may not be called so; None if it may. It goes into answers, logs and terminals."""
+    if name.strip() and len(name) <= MAX_MODEL_ID and name.isprintable():
+        return None
+    return f"is {show(name)}, must be printable, at most {MAX_MODEL_ID} characters and not blank"
 
 
 def _check_abi(fields: _Fields) -> None:

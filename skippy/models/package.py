@@ -8,6 +8,7 @@ other part. Packages without these keys are read as well: then the headers of al
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,13 +16,21 @@ from pathlib import Path
 import attrs
 
 from skippy.models.errors import GGUFError, PackageError, show
-from skippy.models.gguf import MAX_DIMENSIONS, MAX_TENSORS, GGUFHeader, LazyArray, TensorInfo
+from skippy.models.gguf import (
+    MAX_DIMENSIONS,
+    MAX_TENSOR_NAME,
+    MAX_TENSORS,
+    GGUFHeader,
+    LazyArray,
+    TensorInfo,
+)
 from skippy.models.info import hidden_size, layer_count, split_layer_name
 from skippy.models.manifest import Artifact, Manifest, is_package
 from skippy.models.parts import read_gguf
 from skippy.models.reading import FileStamp
 from skippy.models.tensor_types import tensor_bytes
 
+MAX_BYTES = 1 << 50  # of all tensors; the largest real models have some 2^41
 INVENTORY = "skippy.package."
 """Prefix of the keys ``tensor_names``, ``tensor_types`` and ``tensor_dims`` (four sizes each, 0 for none)."""
 
@@ -225,13 +234,35 @@ def _inventory(manifest: Manifest, part: GGUFHeader) -> dict[str, TensorInfo]:
         if info.name in tensors:
             raise PackageError(part.path, f"damaged: lists tensor {show(info.name)} twice")
         tensors[info.name] = attrs.evolve(info, file=stamps[place])
+    _check_sizes(manifest, part.path, tensors.values())
     return tensors
+
+
+def _check_sizes(manifest: Manifest, path: Path, listed: Iterable[TensorInfo]) -> None:
+    """Whether the list gives each part what the manifest does: a slice has holes as large as it says."""
+    found = {manifest.folder / artifact.path: [0, 0] for artifact in manifest.parts}
+    for tensor in listed:
+        if tensor.file.path in found:
+            found[tensor.file.path][0] += 1
+            found[tensor.file.path][1] += tensor.nbytes
+    if sum(size for _, size in found.values()) > MAX_BYTES:
+        raise PackageError(path, f"damaged: lists tensors of over {MAX_BYTES} bytes")
+    for artifact in manifest.parts:
+        count, size = found[manifest.folder / artifact.path]
+        if (count, size) != (artifact.tensor_count, artifact.tensor_bytes):
+            raise PackageError(
+                path,
+                f"lists {count} tensors of {size} bytes for {artifact.path}, the manifest says "
+                f"{artifact.tensor_count} of {artifact.tensor_bytes}",
+            )
 
 
 def _listed(path: Path, name: object, kind: object, shape: Sequence[object]) -> TensorInfo:
     dims = tuple(size for size in shape if isinstance(size, int) and size > 0)
-    if not isinstance(name, str) or not isinstance(kind, int) or not dims or dims[-1] >= 1 << 63:
+    if not isinstance(name, str) or not isinstance(kind, int) or not dims or math.prod(dims) >= 1 << 63:
         raise PackageError(path, f"damaged: lists a tensor {show(str(name))} of shape {shape}")
+    if len(name.encode()) > MAX_TENSOR_NAME:
+        raise PackageError(path, f"damaged: lists tensor {show(name)}, names have {MAX_TENSOR_NAME} bytes")
     try:
         nbytes = tensor_bytes(kind, dims)
     except ValueError as error:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from skippy.models.errors import GGUFError, SliceWriteError
+from skippy.models.errors import GGUFError, PackageError, SliceWriteError, printable
 from skippy.models.gguf import MAX_DIMENSIONS, GGUFHeader, TensorInfo, ValueType
 from skippy.models.info import hidden_size, is_slice, layer_count
 from skippy.models.layout import FilePlan, copied
-from skippy.models.manifest import ABI, MANIFEST, SCHEMA_VERSION, Manifest
+from skippy.models.manifest import ABI, MANIFEST, SCHEMA_VERSION, Manifest, wrong_model_id
 from skippy.models.metadata import Entry, text_bytes
 from skippy.models.package import INVENTORY, part_of
 from skippy.models.parts import read_gguf
@@ -40,6 +40,7 @@ def write_package(
         model_id: what the model is called; default: the file's name without its ending.
 
     Raises:
+        PackageError: nothing may be called so.
         GGUFError: the model cannot be read, is a slice, or its layers are incomplete.
         SliceWriteError: ``out`` exists already, disk full, no permission.
     """
@@ -47,6 +48,10 @@ def write_package(
     header = read_gguf(model_path)
     if is_slice(header):
         raise GGUFError(header.path, "is a slice; a package is made of the whole model")
+    name = printable(_text(header.path.stem)) if model_id is None else model_id
+    problem = wrong_model_id(name)
+    if problem:  # what a manifest may not have is found before an hour of writing
+        raise PackageError(out, f"model_id {problem}")
     parts = _share_out(header)
     if os.path.lexists(out):
         raise SliceWriteError(f"{out}: exists already; remove it, or name another folder")
@@ -54,7 +59,7 @@ def write_package(
     try:
         for folder in ("shared", "layers"):
             (temporary / folder).mkdir(parents=True)
-        manifest = _describe(header, model_id or header.path.stem, progress)
+        manifest = _describe(header, name, progress)
         manifest |= _write_parts(header, parts, temporary, progress)
         _write_manifest(temporary / MANIFEST, manifest)
         for written in (temporary / "shared", temporary / "layers", temporary):
@@ -88,7 +93,7 @@ def _describe(header: GGUFHeader, model_id: str, progress: Progress | None) -> d
     """All of the manifest but its parts; hashes the source."""
     files = [
         {
-            "path": file.path.name,
+            "path": _text(file.path.name),
             "size_bytes": file.size,
             "sha256": file_sha256(file.path, _summed(progress, "hash", header.file_size, done)),
         }
@@ -102,13 +107,18 @@ def _describe(header: GGUFHeader, model_id: str, progress: Progress | None) -> d
         "layer_count": layer_count(header),
         "activation_width": hidden_size(header),
         "source_model": {
-            "path": header.path.name,
+            "path": _text(header.path.name),
             "sha256": files[0]["sha256"],
-            "primary_file": header.path.name,
+            "primary_file": _text(header.path.name),
             "files": files,
         },
         "projectors": [],
     }
+
+
+def _text(name: str) -> str:
+    """A file's name for the manifest, which is UTF-8, as names of files need not be."""
+    return name.encode(errors="replace").decode()
 
 
 def _write_parts(

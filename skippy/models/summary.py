@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from skippy.models.errors import UnsupportedArchitectureError
+from skippy.models.errors import UnsupportedArchitectureError, printable
 from skippy.models.families import family_of
 from skippy.models.gguf import GGUFHeader
 from skippy.models.info import SliceInfo, is_slice, layer_count, split_layer_name
@@ -70,22 +70,17 @@ def inspect_model(path: str | os.PathLike[str]) -> ModelSummary:
     tokenizer = header.value("tokenizer.ggml.model")
     return ModelSummary(
         slice=info,
-        name=_printable(header.text("general.name", header.path.stem)),
+        name=printable(header.text("general.name", header.path.stem)),
         parameters=sum(tensor.elements for tensor in header.tensors.values()),
         quantisation=dict(kinds.most_common()),
         bytes_per_layer=tuple(layers),
         other_bytes=other,
-        tokenizer=_printable(tokenizer) if isinstance(tokenizer, str) else None,
+        tokenizer=printable(tokenizer) if isinstance(tokenizer, str) else None,
         template=len(template) if isinstance(template, str) else None,
         files=len(header.files),
         cuts=cuts,
         unsplittable=None if cuts else _why_not(header, info),
     )
-
-
-def _printable(text: str) -> str:
-    """A name from a file, safe for a terminal."""
-    return "".join(c if c.isprintable() else " " for c in text[:200])
 
 
 def _why_not(header: GGUFHeader, info: SliceInfo) -> str | None:

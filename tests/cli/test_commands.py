@@ -33,6 +33,7 @@ from skippy.config import (
 )
 from skippy.models import GGUFError, GGUFHeader, LayerRangeError, SliceInfo
 from skippy.stage import StageStartError
+from tests.support.tiny_models import write_tiny
 
 from .support import STAGE, run_cli
 
@@ -429,6 +430,15 @@ def test_a_model_that_is_none(capsys: Capture, tmp_path: Path) -> None:
         assert outcome.code == 1
         assert outcome.err.startswith(f"error: {path}: ")
         assert outcome.err.count("\n") == 1
+
+
+def test_what_a_file_says_is_not_for_the_terminal_to_obey(capsys: Capture, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf", "evil\x1b]0;title\x07\nlayers", layers=2)
+    shown = run_cli(capsys, "inspect", model).out
+    assert "architecture    evil ]0;title  layers\n" in shown
+    assert shown.replace("\n", "").isprintable()
+    missing = run_cli(capsys, "inspect", tmp_path / "\x1b[2J.gguf")
+    assert "?[2J.gguf: no such file" in missing.err
 
 
 def test_stage_child_is_not_for_people() -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from skippy.models import (
     GGUFError,
     GGUFHeader,
     LayerRangeError,
+    LazyArray,
     Manifest,
     Package,
     PackageError,
@@ -236,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"format": "x"}, "format is 'x', expected 'layer-package'"),
     ({"model_id": " "}, "model_id is blank"),
     ({"model_id": None}, "model_id is missing"),
-    ({"model_id": "a\x1b[2J"}, r"model_id is 'a\\x1b\[2J', must be printable and at most 512 characters"),
+    ({"model_id": "a\x1b[2J"}, r"model_id is 'a\\x1b\[2J', must be printable, at most 512 characters"),
     ({"model_id": "a\udc80"}, "must be printable"),
     ({"skippy_abi_version": "1.0.0"}, "skippy_abi_version is 1.0.0, this version reads 0.0 to 0.1"),
     ({"skippy_abi_version": "0.2.0"}, "skippy_abi_version is 0.2.0"),
@@ -254,7 +256,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers.3.artifact_bytes": 10**6}, "bytes, the manifest says 1000000"),
     ({"layers.3.artifact_bytes": 10**30}, "artifact_bytes is 1000000000000000000000000000000, must be"),
     ({"layers.3.tensor_count": 0}, "tensor_count is 0 and tensor_bytes .*; both are zero or neither is"),
-    ({"layers.3.tensor_count": 3}, "has 12 tensors of .* bytes, the manifest says 3 of"),
+    ({"layers.3.tensor_count": 3}, "lists 12 tensors of .* bytes for .*, the manifest says 3 of"),
     ({"layers.3.tensor_bytes": 1}, "the manifest says 12 of 1"),
     ({"layers.3.path": "layers/layer-00002.gguf"}, "'layers/layer-00002.gguf' is the path of two parts"),
     ({"layers.3.path": "layers/none.gguf"}, "a part that is missing from the package"),
@@ -353,12 +355,46 @@ def test_a_part_that_contradicts_the_list_is_refused(package: Path, tmp_path: Pa
         ensure_slice(package, 2, 3, cache_dir=tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("tensor", "dims", "message"),
+    [
+        ("token_embd.weight", (1 << 60, 1, 0, 0), "damaged: lists tensors of over 1125899906842624 bytes"),
+        ("token_embd.weight", (64, 3, 0, 0), "lists 1 tensors of 204 bytes for shared/embeddings.gguf"),
+        ("token_embd.weight", (1 << 63, 1 << 63, 0, 0), "lists a tensor 'token_embd.weight' of shape"),
+        ("blk.5.attn_q.weight", (1 << 30, 1 << 10, 0, 0), "lists 12 tensors of .* for layers/layer-00005"),
+    ],
+)
+def test_sizes_in_the_list_are_those_of_the_manifest(
+    package: Path, tmp_path: Path, tensor: str, dims: tuple[int, ...], message: str
+) -> None:
+    """A slice has holes of the sizes that the list gives to tensors of parts it does not open."""
+    metadata = package / "shared/metadata.gguf"
+    keys = GGUFHeader.read(metadata).metadata
+    names, sizes = (keys[f"skippy.package.tensor_{key}"].value for key in ("names", "dims"))
+    assert isinstance(names, LazyArray)
+    assert isinstance(sizes, LazyArray)
+    raw = bytearray(metadata.read_bytes())
+    struct.pack_into("<4Q", raw, sizes.offset + 32 * list(names).index(tensor), *dims)
+    metadata.write_bytes(raw)
+    edit(package, {"shared.metadata.sha256": file_sha256(metadata)})
+    with pytest.raises(PackageError, match=message):
+        ensure_slice(package, 2, 3, cache_dir=tmp_path / "c")
+
+
+def test_a_manifest_and_a_list_that_lie_together(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skippy.models.package.MAX_BYTES", 1000)
+    with pytest.raises(PackageError, match="lists tensors of over 1000 bytes"):
+        read_model(package)
+
+
 def test_a_truncated_part_is_refused(package: Path, tmp_path: Path) -> None:
     part = package / "layers/layer-00002.gguf"
+    size = part.stat().st_size
     os.truncate(part, 100)
     with pytest.raises(PackageError, match="has 100 bytes, the manifest says"):
         ensure_slice(package, 2, 3, cache_dir=tmp_path / "c")
-    edit(package, {"layers.2.artifact_bytes": 100, "layers.2.tensor_bytes": 99})
+    os.truncate(part, size - 64)
+    edit(package, {"layers.2.artifact_bytes": size - 64})
     with pytest.raises(GGUFError, match="truncated"):
         ensure_slice(package, 2, 3, cache_dir=tmp_path / "c", verify=False)
 
@@ -403,6 +439,21 @@ def test_what_cannot_be_packed(untied: Path, tmp_path: Path) -> None:
     part = ensure_slice(untied, 0, 2, cache_dir=tmp_path / "c").path
     with pytest.raises(GGUFError, match="is a slice; a package is made of the whole model"):
         write_package(part, tmp_path / "p")
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31m", "x" * 513, "\udcff"])
+def test_a_name_that_no_manifest_may_have(untied: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(PackageError, match="model_id is .* must be printable"):
+        write_package(untied, tmp_path / "p", model_id=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_whose_names_are_no_text(untied: Path, tmp_path: Path) -> None:
+    for name, called in ((b"m\xff.gguf", "m?"), (b"a\n\x1bb.gguf", "a  b")):
+        model = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        shutil.copy(untied, model)
+        assert write_package(model, tmp_path / called).model_id == called
+        assert GGUFHeader.read(ensure_slice(tmp_path / called, 2, 3, cache_dir=tmp_path / "c").path)
 
 
 def test_load_modes(untied: Path, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
