@@ -29,7 +29,7 @@ MAX_KEY = (1 << 16) - 1  # bytes, from the format's description
 MAX_TENSOR_NAME = 63  # bytes; ggml keeps names in 64 with the terminator
 MAX_DIMENSIONS = 4
 MAX_STRING = 8 << 20  # bytes of one text value; chat templates stay below 100 KiB
-MAX_TEXT = 64 << 20  # bytes of all text values together
+MAX_TEXT = 64 << 20  # bytes of all keys and text values together
 MAX_STRINGS = 1 << 22  # elements of a string array; the largest vocabularies and merge lists stay below 1 M
 MAX_ALIGNMENT = 1 << 16
 DEFAULT_ALIGNMENT = 32
@@ -299,7 +299,12 @@ def _read_metadata(cursor: Cursor, count: int, stamp: FileStamp) -> dict[str, Me
     text_budget = MAX_TEXT
     for _ in range(count):
         start = cursor.position
-        key = _name(cursor, "a metadata key", MAX_KEY)
+        key = _name(cursor, "a metadata key", min(MAX_KEY, text_budget))
+        text_budget -= cursor.position - start
+        if text_budget < 0:
+            cursor.fail(
+                f"damaged: its metadata keys and texts have over {MAX_TEXT} bytes, which is the limit"
+            )
         if key in metadata:
             cursor.fail(f"damaged: metadata key {show(key)} occurs twice")
         kind = _value_type(cursor, key)

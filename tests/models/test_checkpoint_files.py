@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import struct
 import tempfile
 import tracemalloc
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from skippy.models import CheckpointError, GGUFHeader, ModelError, ensure_slice, header_path, is_checkpoint
 from skippy.models.checkpoint import Checkpoint
+from skippy.models.checkpoint.imatrix import ImportanceMatrix
 from skippy.models.checkpoint.safetensors import read_header
 from skippy.models.checkpoint.sentencepiece import read_pieces
 from tests.support.checkpoints import write_checkpoint
@@ -232,6 +234,43 @@ def test_a_tokenizer_that_is_not_converted(name: str, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match=reason):
         header_path(folder, cache_dir=folder / "c")
+
+
+HALF = "\ud800"  # of a surrogate pair: JSON can say it, UTF-8 cannot
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer.json", lambda t: t["model"]["vocab"].update({HALF: t["model"]["vocab"].pop("a")})),
+        ("tokenizer.json", lambda t: t["added_tokens"].append({"content": HALF, "id": 3})),
+        ("tokenizer.json", lambda t: t["model"]["merges"].append(f"{HALF} a")),
+        ("tokenizer_config.json", lambda t: t.update(chat_template=HALF)),
+        ("tokenizer_config.json", lambda t: t.update(chat_template=[{"name": HALF, "template": "x"}])),
+    ],
+)
+def test_texts_that_are_no_unicode(file: str, change: Callable[[dict[str, Any]], Any], folder: Path) -> None:
+    path = folder / file
+    value = json.loads(path.read_text()) if path.exists() else {}
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match="files are damaged: a text that is not Unicode: surrogates"):
+        header_path(folder, cache_dir=folder / "c")
+    assert not list((folder / "c").rglob("*.gguf"))
+
+
+def test_an_importance_matrix_of_counts(folder: Path) -> None:
+    """A sparse file has 10^8 of them for nothing."""
+    count = 1 << 19
+    infos = b""
+    for index, name in enumerate(("a.in_sum2", "a.counts", "b.in_sum2", "b.counts", "c.in_sum2", "c.counts")):
+        infos += len(name).to_bytes(8, "little") + name.encode()
+        infos += struct.pack("<IQIQ", 1, count, 0, 4 * count * index)
+    path = folder / "imatrix.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 6, 0) + infos)
+    os.truncate(path, 24 * count + 4096)
+    with pytest.raises(CheckpointError, match="has over 1048576 counts, which is the limit"):
+        ImportanceMatrix.open(path)
 
 
 def test_texts_that_are_too_large(folder: Path) -> None:

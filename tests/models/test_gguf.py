@@ -215,6 +215,17 @@ def test_damage_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     assert message in refused(tmp_path / "m.gguf", content)
 
 
+def test_keys_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file has gigabytes of them for nothing."""
+    monkeypatch.setattr("skippy.models.gguf.MAX_TEXT", 10_000)
+    keys = [pair(f"{index}" * 900, U32, bytes(4)) for index in range(10)]
+    (tmp_path / "few.gguf").write_bytes(build(keys))
+    assert len(GGUFHeader.read(tmp_path / "few.gguf").metadata) == 10
+    assert "the limit is" in refused(tmp_path / "m.gguf", build([*keys, pair("k" * 2000, U32, bytes(4))]))
+    text_too = pair("text", STRING, text("t" * 2000))
+    assert "the limit is" in refused(tmp_path / "m.gguf", build([*keys, text_too]))
+
+
 def test_error_texts_are_short_and_printable(tmp_path: Path) -> None:
     key = "\x1b[31m\n" + "k" * 60_000
     message = refused(tmp_path / "m.gguf", build([pair(key, U32, bytes(4)), pair(key, U32, bytes(4))]))

@@ -91,7 +91,13 @@ class Conversion:
             self._importance,
         )
         metadata: Metadata = settings | vocabulary
-        write_outline(path, architecture.name, metadata, self.tensors, types, file_type)
+        try:
+            write_outline(path, architecture.name, metadata, self.tensors, types, file_type)
+        except UnicodeEncodeError as error:  # JSON can say what is no character: half of a surrogate pair
+            raise CheckpointError(
+                self.checkpoint.folder,
+                f"its tokenizer's files are damaged: a text that is not Unicode: {error.reason}",
+            ) from None
 
     def files(self, names: Iterable[str]) -> list[list[Any]]:
         """What the data of these tensors is read from, as the file system knows it; for remembering."""
@@ -127,9 +133,8 @@ class Conversion:
             ModelError: a file changed or cannot be read, or values that are not finite were met.
         """
         source = self.tensors[tensor.name]
-        importance = None if self._importance is None else self._importance.values(tensor.name)
-        if importance is not None and importance.size != source.dims[0] * max(1, len(source.parts)):
-            importance = None  # the embedding's, of another size: llama.cpp does without it
+        wanted = source.dims[0] * max(1, len(source.parts))
+        importance = None if self._importance is None else self._importance.values(tensor.name, wanted)
         with Reader() as reader:
             if source.values:
                 yield np.asarray(source.values, "<f4").tobytes()

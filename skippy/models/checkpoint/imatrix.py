@@ -24,6 +24,7 @@ from skippy.models.reading import Cursor, FileStamp, open_regular
 from .tensors import Floats
 
 MAX_ENTRIES: Final = 1 << 17
+MAX_COUNTS: Final = 1 << 20  # one for each expert of each tensor; the largest real ones have some 70 000
 _MAX_NAME: Final = 512
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
@@ -68,14 +69,18 @@ class ImportanceMatrix:
             raise CheckpointError(path, "is no importance matrix: it has no entries")
         return cls(stamp, entries)
 
-    def values(self, name: str) -> Floats | None:
+    def values(self, name: str, size: int | None = None) -> Floats | None:
         """The importance of a tensor's inputs, expert after expert; None where the file has none.
+
+        Args:
+            size: how many are wanted; others, which only the embedding may have, are not read: llama.cpp
+                does without them. None: any.
 
         Raises:
             CheckpointError: values that are not finite.
         """
         entry = self.entries.get(name)
-        if entry is None:
+        if entry is None or size not in (None, entry.size):
             return None
         fd = self.stamp.open()
         try:
@@ -91,6 +96,7 @@ class ImportanceMatrix:
 
 
 def _gguf_entries(header: GGUFHeader, fd: int) -> Iterator[tuple[str, Entry]]:
+    total = 0
     for key, sums in header.tensors.items():
         if not key.endswith(_SUMS):
             continue
@@ -99,6 +105,9 @@ def _gguf_entries(header: GGUFHeader, fd: int) -> Iterator[tuple[str, Entry]]:
         kinds = {sums.type} | (set() if counts is None else {counts.type})
         if counts is None or kinds != {GGMLQuantizationType.F32} or sums.elements % counts.elements:
             raise CheckpointError(header.path, f"damaged: no F32 counts that fit the sums of {show(name)}")
+        total += counts.elements
+        if total > MAX_COUNTS:
+            raise CheckpointError(header.path, f"damaged: has over {MAX_COUNTS} counts, which is the limit")
         numbers = np.frombuffer(os.pread(fd, counts.nbytes, counts.offset), "<f4")
         if not np.isfinite(numbers).all():
             raise CheckpointError(header.path, f"damaged: counts of {show(name)} are not finite")
