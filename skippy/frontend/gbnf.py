@@ -8,15 +8,19 @@ single characters; one that is not is a single regular expression, which is much
 
 from __future__ import annotations
 
+import graphlib
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
 import attrs
 
 MAX_CHARACTERS: Final = 64 * 1024
-MAX_DEPTH: Final = 50
-"""Parentheses within parentheses."""
+MAX_DEPTH: Final = 27
+"""Parentheses within parentheses: llguidance takes 28, one more for what is repeated in the innermost."""
+MAX_SUFFIXES: Final = 4
+"""Repetitions right behind one another, each of which repeats all before it."""
 MAX_RULES: Final = 1_000
 MAX_ITEMS: Final = 20_000
 """Characters, classes and names of rules."""
@@ -101,16 +105,57 @@ def gbnf_to_lark(text: str) -> str:
 
 def _productive(rules: dict[str, _Choice]) -> dict[str, _Choice]:
     """Without the alternatives that never come to an end, such as all of ``a ::= "x" a``."""
-    ends: set[str] = set()
-    while True:
-        more = {name for name, body in rules.items() if name not in ends and _without(body, ends) is not None}
-        if not more:
-            break
-        ends |= more
+    ends = _ending(rules)
     if "root" not in ends:
         raise GbnfError("no text fits it: rule 'root' never comes to an end")
     kept = {name: _without(body, ends) for name, body in rules.items()}
     return {name: body for name, body in kept.items() if isinstance(body, _Choice)}
+
+
+@attrs.define(slots=True, eq=False)
+class _Ending:
+    """A sequence of which something has not been shown to end: a rule, or a choice within it.
+
+    Attributes:
+        of: what ends where the sequence does.
+        missing: how much of it that is.
+    """
+
+    of: str | int
+    missing: int
+
+
+def _ending(rules: dict[str, _Choice]) -> set[str]:
+    """The rules that come to an end. Looks at each item once, in whatever order rules use one another."""
+    waiting: dict[str | int, list[_Ending]] = defaultdict(list)
+    ready: list[str | int] = []
+    choices: list[tuple[str | int, _Choice]] = list(rules.items())
+    number = 0
+    for key, choice in choices:  # which grows
+        for sequence in choice.sequences:
+            ending = _Ending(key, 0)
+            for item in sequence:
+                while isinstance(item, _Repeated) and item.least:
+                    item = item.item
+                if not isinstance(item, _Rule | _Choice):
+                    continue
+                if isinstance(item, _Choice):
+                    number += 1
+                    choices.append((number, item))
+                waiting[item.name if isinstance(item, _Rule) else number].append(ending)
+                ending.missing += 1
+            if not ending.missing:
+                ready.append(key)
+    ended: set[str | int] = set()
+    while ready:
+        key = ready.pop()
+        if key not in ended:
+            ended.add(key)
+            for ending in waiting[key]:
+                ending.missing -= 1
+                if not ending.missing:
+                    ready.append(ending.of)
+    return {key for key in ended if isinstance(key, str)}
 
 
 def _without(item: _Item, ends: set[str]) -> _Item | None:
@@ -152,14 +197,10 @@ def _has_tokens(item: _Item) -> bool:
 
 def _recursive(uses: dict[str, set[str]]) -> bool:
     """Whether a rule uses itself, perhaps by way of others."""
-    left = dict(uses)
-    while left:
-        # Those that use nothing of what is left can be taken away, and so on; a cycle stays.
-        done = [name for name, used in left.items() if not used & left.keys()]
-        if not done:
-            return True
-        for name in done:
-            del left[name]
+    try:
+        graphlib.TopologicalSorter(uses).prepare()
+    except graphlib.CycleError:
+        return True
     return False
 
 
@@ -261,11 +302,15 @@ class _Parser:
             items += self._repeated(found, depth)
 
     def _repeated(self, found: Sequence[_Item], depth: int) -> Sequence[_Item]:
+        suffixes = 0
         while self._next in ("*", "+", "?", "{") and self._next:
+            suffixes += 1
+            if suffixes > MAX_SUFFIXES:
+                raise self._error(f"more than {MAX_SUFFIXES} repetitions of repetitions")
             least, most = self._times()
             self._space(lines=depth > 0)
             inner = found[0] if len(found) == 1 else _Choice((tuple(found),))
-            found = [_Repeated(inner, least, most)]
+            found = [_Repeated(inner, least, most) if most != 0 else _Choice(((),))]
         return found
 
     def _times(self) -> tuple[int, int | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -48,6 +50,9 @@ def compiled(gbnf: str) -> Grammar:
         ('root ::= expr "=" expr\nexpr ::= expr "+" expr | [0-9]+', ["1=1", "1+2=3"], ["1", "1+=2", "=1"]),
         ('root ::= ("ab" | "a") ("c" | "bc")', ["abc", "ac", "abbc"], ["ab", "bc"]),
         ('root ::= item-1\nitem-1 ::= "x"', ["x"], ["y"]),
+        ('root ::= "a" "b"{0} ("c" "d"){0,0}', ["a"], ["ab", "acd"]),
+        ('root ::= "a"*?+{1,2} "b"', ["b", "ab", "aab"], ["a"]),
+        ("root ::= " + "(" * 27 + '"a" root?' + ")+" * 27, ["a", "aa"], [""]),
     ],
 )
 def test_languages(gbnf: str, good: list[str], bad: list[str]) -> None:
@@ -77,7 +82,8 @@ def test_languages(gbnf: str, good: list[str], bad: list[str]) -> None:
         ("root ::= []", "class without"),
         ('root ::= "\\ud800"', "no character"),
         ('root ::= "a"\nroot ::= "b"', "defined twice"),
-        ("root ::= " + "(" * 51 + '"a"' + ")" * 51, "more than 50 deep"),
+        ("root ::= " + "(" * 28 + '"a"' + ")" * 28, "more than 27 deep"),
+        ('root ::= "a"' + "*" * 12_000, "more than 4 repetitions of repetitions"),
         ("root ::= !<name>", "by its id"),
         ("root ::= <two words>", "expected <"),
         ('root ::= "' + "a" * 20_001 + '"', "more than 20000"),
@@ -88,6 +94,38 @@ def test_languages(gbnf: str, good: list[str], bad: list[str]) -> None:
 def test_mistakes_are_named(gbnf: str, reason: str) -> None:
     with pytest.raises(GbnfError, match=reason):
         gbnf_to_lark(gbnf)
+
+
+def calls_of(gbnf: str) -> int:
+    """How many functions are called to translate a grammar."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        gbnf_to_lark(gbnf)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ['r{0} ::= "a" r{1} | "b" r{1}', "r{0} ::= (r{1} r{1})+ r{1}?", "root{0} ::= r{1}\nr{0} ::= r{1}"],
+)
+def test_the_work_grows_with_the_grammar_alone(rule: str) -> None:
+    def chain(length: int) -> str:
+        lines = [rule.format(number, number + 1) for number in range(length)]
+        return "\n".join(
+            ["root ::= " + " ".join(f"r{n}" for n in range(length, -1, -1)), *lines, f'r{length} ::= "x"']
+        )
+
+    small, large = calls_of(chain(100)), calls_of(chain(400))
+    assert large < 5 * small
 
 
 @given(st.text(max_size=60) | st.text(alphabet='root:=" []()|*+?{}0123,ab\\n\n#<>!.^-', max_size=60))
