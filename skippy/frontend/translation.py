@@ -54,6 +54,15 @@ class ChatBody:
         self.came_from(f"messages[{len(self.messages)}]", origin)
         self.messages.append(message)
 
+    def call(self, call: dict[str, Any], origin: str, id_name: str = "id") -> None:
+        """A call more in the last message, whose id is called ``id_name`` in ``origin``."""
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        place = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"
+        self.came_from(place, origin)
+        self.came_from(f"{place}.function", origin)
+        self.came_from(f"{place}.id", f"{origin}.{id_name}")
+        calls.append(call)
+
     def came_from(self, name: str, origin: str) -> None:
         """Errors about ``name`` and what is in it are errors about ``origin``."""
         if name != origin:

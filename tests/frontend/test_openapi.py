@@ -118,7 +118,17 @@ SAMPLES: list[tuple[str, Callable[[bytes], object], list[dict[str, Any]]]] = [
                 "tool_choice": {"type": "function", "name": "f"},
                 "reasoning": {"effort": "low"},
             },
-            {"model": "m", "input": "a", "text": {"format": {"type": "text"}}},
+            {
+                "model": "m",
+                "input": "a",
+                "text": {"format": {"type": "text"}},
+                "tools": [{"type": "function", **FUNCTION}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "f"}],
+                },
+            },
         ],
     ),
     (

@@ -129,7 +129,7 @@ async def test_a_conversation_goes_on() -> None:
         pages = api.responses.input_items.list(third.id, limit=7)
         texts = [item.content async for item in pages]  # type: ignore[union-attr]
         assert texts == [str(index) for index in reversed(range(30))]
-        for query in ("limit=0", "limit=x", "order=up", "after=x"):
+        for query in ("limit=0", "limit=101", "limit=x", f"limit={'1' * 5000}", "order=up", "after=x"):
             with pytest.raises(openai.BadRequestError) as wrong:
                 await api.get(f"/responses/{third.id}/input_items?{query}", cast_to=object)
             assert wrong.value.param == query.split("=")[0]

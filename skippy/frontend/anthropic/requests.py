@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..fields import Fields, describe
+from ..fields import U32_MAX, Fields, describe
 from ..schemas import ChatRequest, read_chat
 from ..strict_json import parse_object
 from ..translation import SAMPLING_FIELDS, ChatBody, objects, required_text, text_or_parts
@@ -27,13 +27,14 @@ def parse_messages(body: bytes) -> tuple[ChatRequest, ChatBody]:
     chat = ChatBody()
     if not fields.is_given("max_tokens"):
         raise fields.error("max_tokens", "is missing; it is how many tokens the answer may have at most")
-    for name in ("max_tokens", "stream", *SAMPLING_FIELDS):
+    chat.put("max_tokens", fields.integer("max_tokens", 1, U32_MAX), "max_tokens")
+    for name in ("stream", *SAMPLING_FIELDS):
         if name != "temperature":
             chat.put(name, fields.get(name), name)
     if fields.is_given("temperature"):
         chat.put("temperature", fields.number("temperature", 1, 0, 1), "temperature")
     chat.put("stop", fields.array("stop_sequences") or None, "stop_sequences")
-    metadata = Fields.of(fields.get("metadata") or {}, "metadata")
+    metadata = Fields.of(fields.get("metadata") if fields.is_given("metadata") else {}, "metadata")
     chat.put("user", metadata.get("user_id"), "metadata.user_id")
     metadata.refuse_unknown()
     fields.accept_only("service_tier", ("auto", "standard_only"), "there is one service tier")
@@ -127,6 +128,7 @@ def _user_blocks(fields: Fields, blocks: list[Fields], chat: ChatBody) -> None:
             texts.append(_text(block))
         elif kind == "tool_result":
             say_texts()
+            chat.came_from(f"messages[{len(chat.messages)}].tool_call_id", f"{block.place}.tool_use_id")
             chat.say(_tool_result(block), block.place)
         else:
             raise block.other_type("text and tool_result blocks are taken here")
@@ -146,14 +148,14 @@ def _tool_result(fields: Fields) -> dict[str, Any]:
 
 def _assistant_blocks(fields: Fields, blocks: list[Fields], chat: ChatBody) -> None:
     texts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[dict[str, Any], str]] = []
     thoughts: list[str] = []
     for block in blocks:
         kind = block.text("type")
         if kind == "text":
             texts.append(_text(block))
         elif kind == "tool_use":
-            calls.append(_tool_use(block))
+            calls.append((_tool_use(block), block.place))
         elif kind == "thinking":
             thoughts.append(required_text(block, "thinking"))
             block.text("signature")
@@ -162,11 +164,12 @@ def _assistant_blocks(fields: Fields, blocks: list[Fields], chat: ChatBody) -> N
             raise block.other_type("text, thinking and tool_use blocks are taken here")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
-        message["tool_calls"] = calls
         message["content"] = message["content"] or None
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     chat.say(message, fields.place)
+    for call, place in calls:
+        chat.call(call, place)
 
 
 def _tool_use(fields: Fields) -> dict[str, Any]:

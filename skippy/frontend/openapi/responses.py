@@ -21,6 +21,7 @@ from .shapes import (
 )
 
 _ITEM: Final[dict[str, Schema]] = {"id": TEXT, "status": one_of("completed", "incomplete", "in_progress")}
+_NAMED: Final[Schema] = record({"type": one_of("function"), "name": TEXT}, required=("type", "name"))
 _EMPTY: Final[Schema] = {"type": "array", "maxItems": 0}
 
 RESPONSES: Final[dict[str, Schema]] = {
@@ -57,7 +58,15 @@ RESPONSES: Final[dict[str, Schema]] = {
     "tools": array(ref("ResponsesTool"), most=128),
     "tool_choice": either(
         one_of("none", "auto", "required"),
-        record({"type": one_of("function"), "name": TEXT}, required=("type", "name")),
+        _NAMED,
+        record(
+            {
+                "type": one_of("allowed_tools"),
+                "mode": one_of("auto", "required"),
+                "tools": array(_NAMED, least=1),
+            },
+            required=("type", "mode", "tools"),
+        ),
     ),
     "parallel_tool_calls": FLAG,
     "reasoning": record({"effort": TEXT}),

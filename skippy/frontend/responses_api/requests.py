@@ -166,11 +166,9 @@ def _item(fields: Fields, body: ChatBody) -> None:
                 "arguments": required_text(fields, "arguments"),
             },
         }
-        said = _last_said(body)
-        if said is None:
-            body.say({"role": "assistant", "content": None, "tool_calls": [call]}, origin)
-        else:
-            body.messages[-1] = {**said, "tool_calls": [*said.get("tool_calls", ()), call]}
+        if _last_said(body) is None:
+            body.say({"role": "assistant", "content": None}, origin)
+        body.call(call, origin, "call_id")
     elif kind == "reasoning":
         thought = "".join(map(_thought, objects(fields, "content")))
         fields.accept_only("summary", ([],), "reasoning is not summarised here")
@@ -181,6 +179,7 @@ def _item(fields: Fields, body: ChatBody) -> None:
         if output is None:
             raise fields.error("output", "is missing; a string is needed")
         call_id = required_text(fields, "call_id")
+        body.came_from(f"messages[{len(body.messages)}].tool_call_id", f"{origin}.call_id")
         body.say({"role": "tool", "tool_call_id": call_id, "content": output}, origin)
     else:
         shown = f"is {kind[:40]!r}, which is not supported" if kind else "is missing"
@@ -272,7 +271,24 @@ def _tools(fields: Fields, body: ChatBody) -> None:
         named.refuse_unknown()
         choice = {"type": "function", "function": function}
         body.came_from("tool_choice.function", "tool_choice")
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice = _allowed_tools(Fields.of(choice, "tool_choice"), body)
     body.put("tool_choice", choice, "tool_choice")
+
+
+def _allowed_tools(choice: Fields, body: ChatBody) -> dict[str, Any]:
+    """What chat has in a member of its own, and functions by their names as ever."""
+    tools: list[dict[str, Any]] = []
+    for tool in objects(choice, "tools"):
+        if tool.text("type") != "function":
+            raise tool.other_type("tools are functions")
+        body.came_from(f"tool_choice.allowed_tools.tools[{len(tools)}].function", tool.place)
+        tools.append({"type": "function", "function": {"name": required_text(tool, "name")}})
+        tool.refuse_unknown()
+    body.came_from("tool_choice.allowed_tools", "tool_choice")
+    chosen = {"type": choice.get("type"), "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    choice.refuse_unknown()
+    return chosen
 
 
 def _reasoning(fields: Fields, body: ChatBody) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ def _page(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     order, limit, after = (request.args.get(name) for name in ("order", "limit", "after"))
     if order not in (None, "asc", "desc"):
         raise ApiError(f"order is {order[:40]!r}; it must be 'asc' or 'desc'", param="order")
-    if limit is not None and (not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= 100):
+    if limit is not None and not re.fullmatch("[1-9][0-9]?|100", limit):
         raise ApiError(f"limit is {limit[:40]!r}; it must be from 1 to 100", param="limit")
     wanted = list(items) if order == "asc" else list(reversed(items))
     if after is not None:

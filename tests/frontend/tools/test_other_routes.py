@@ -15,6 +15,7 @@ from skippy.frontend.generation import Timings
 from skippy.frontend.responses_api.shape import ResponsesShape
 from skippy.frontend.running import Usage
 from skippy.frontend.tools import CallArguments, CallBegin, CallBroken, Content
+from skippy.frontend.translation import ChatBody
 
 from ..support import MODEL, ScriptedGenerator, client, serving
 from . import templates
@@ -159,6 +160,44 @@ def test_a_call_that_was_cut_is_incomplete() -> None:
     assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
 
 
+def call(**more: str) -> dict[str, str]:
+    return {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}", **more}
+
+
+def used(**more: str) -> dict[str, Any]:
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {}, **more}
+    return {"role": "assistant", "content": [{"type": "text", "text": "a"}, use]}
+
+
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "", "content": "a"}]}
+NAMED = {"type": "function", "name": "add"}
+OTHER = {"type": "function", "name": "x"}
+OUTPUT = {"type": "function_call_output", "call_id": "", "output": "a"}
+
+
+def allowed(**more: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": "auto", "tools": [NAMED], **more}
+
+
+async def test_tools_that_a_response_may_call() -> None:
+    """The Responses API has them beside the mode, where chat has both in a member of their own."""
+    async with client(scripted(CALLS)) as http:
+        body = {"model": MODEL, "input": "a", "tools": TOOLS, "tool_choice": allowed()}
+        answer = (await http.post("/v1/responses", json=body)).json()
+    assert [item["name"] for item in answer["output"] if item["type"] == "function_call"] == ["add"]
+    assert answer["tool_choice"] == allowed()
+
+
+def test_many_calls_are_put_into_one_message_one_by_one() -> None:
+    """Without a copy of those before for each, which for the thousands that a body holds took minutes."""
+    body = ChatBody()
+    body.say({"role": "assistant", "content": None}, "input[0]")
+    body.call({"id": "a"}, "input[0]")
+    calls = body.messages[-1]["tool_calls"]
+    body.call({"id": "b"}, "input[1]")
+    assert body.messages[-1]["tool_calls"] is calls == [{"id": "a"}, {"id": "b"}]
+
+
 MINE = {"input": "a", "tools": TOOLS}
 THEIRS = {"messages": ASK, "max_tokens": 1}
 
@@ -170,6 +209,16 @@ THEIRS = {"messages": ASK, "max_tokens": 1}
         ("responses", {**MINE, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ("messages", {**THEIRS, "tools": [{"name": "f", "input_schema": 1}]}, "tools[0].input_schema"),
         ("messages", {**THEIRS, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ("responses", {"input": [*ASK, call(name="a b")]}, "input[1].name"),
+        ("responses", {"input": [*ASK, call(), call(call_id="")]}, "input[2].call_id"),
+        ("responses", {"input": [OUTPUT]}, "input[0].call_id"),
+        ("responses", {**MINE, "tool_choice": allowed(mode="any")}, "tool_choice.mode"),
+        ("responses", {**MINE, "tool_choice": allowed(tools=[])}, "tool_choice.tools"),
+        ("responses", {**MINE, "tool_choice": allowed(tools=[{"type": "mcp"}])}, "tool_choice.tools[0].type"),
+        ("responses", {**MINE, "tool_choice": allowed(tools=[NAMED, OTHER])}, "tool_choice.tools[1].name"),
+        ("messages", {**THEIRS, "messages": [used(name="a b")]}, "messages[0].content[1].name"),
+        ("messages", {**THEIRS, "messages": [used(id="")]}, "messages[0].content[1].id"),
+        ("messages", {**THEIRS, "messages": [RESULT]}, "messages[0].content[0].tool_use_id"),
     ],
 )
 async def test_faults_have_the_routes_names(path: str, body: dict[str, Any], param: str) -> None:
