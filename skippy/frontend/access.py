@@ -54,7 +54,7 @@ class AccessPolicy:
         Raises:
             ApiError: 403.
         """
-        if host is None or ANY in self._names:
+        if not host or ANY in self._names:  # Quart has an empty one for HTTP/1.0 without any
             return
         match = _AUTHORITY.fullmatch(host.lower())
         name = "" if match is None else match[1].removesuffix(".")

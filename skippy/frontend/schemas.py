@@ -160,8 +160,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     """Constructor arguments for :class:`CommonRequest`; the first given limit wins."""
     model = required_model(fields)
-    limits = [fields.integer(name, 1, U32_MAX) for name in limit_names]
-    limits.append(_predict_limit(fields))
+    limits = [_limit(fields, name) for name in (*limit_names, "n_predict")]
     fields.accept_only("cache_prompt", (True,), "what cached prompts are used for changes no answer")
     fields.accept_only("id_slot", (-1,), "requests are given lanes as these become free")
     fields.accept_only("min_keep", (0, 1), "samplers keep at least one token")
@@ -192,11 +191,13 @@ def _common(fields: Fields, limit_names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _predict_limit(fields: Fields) -> int | None:
-    """llama.cpp's name for max_tokens; -1 is no limit there."""
-    limit = fields.integer("n_predict", -1, U32_MAX)
+def _limit(fields: Fields, name: str) -> int | None:
+    """How many tokens an answer may have; where llama.cpp's server reads it, too, -1 is no limit."""
+    if name == "max_completion_tokens":
+        return fields.integer(name, 1, U32_MAX)
+    limit = fields.integer(name, -1, U32_MAX)
     if limit == 0:
-        raise fields.error("n_predict", "is 0; it must be at least 1, or -1 for the rest of the context")
+        raise fields.error(name, "is 0; it must be at least 1, or -1 for the rest of the context")
     return None if limit == -1 else limit
 
 

@@ -28,6 +28,12 @@ async def exchange(sent: bytes, *, half_close: bool = False) -> tuple[bytes, byt
     return status, headers.lower(), body
 
 
+async def test_http_1_0_needs_no_host() -> None:
+    """Health checks of some proxies send none, and no browser leaves it out."""
+    line, _, body = await exchange(b"GET /health HTTP/1.0\r\n\r\n")
+    assert (line, body) == (b"HTTP/1.1 200 ", b'{"status":"ok"}')
+
+
 _POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 

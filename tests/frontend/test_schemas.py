@@ -79,6 +79,7 @@ def test_llama_cpps_names() -> None:
     assert request.sampling == expected
     assert request.max_tokens == 7
     assert chat(n_predict=-1).max_tokens is None
+    assert chat(max_tokens=-1).max_tokens is None is completion(max_tokens=-1).max_tokens
     assert chat(samplers=["typ_p", "top-k", "temp"]).sampling.samplers == (
         "typical_p",
         "top_k",

@@ -59,14 +59,17 @@ STOP: Final[Schema] = either(
     array({"type": "string", "minLength": 1, "maxLength": 1024}, most=16),
 )
 LIMIT: Final[Schema] = described("Tokens of the answer at most.", integer(1, _U32))
+_OPEN_LIMIT: Final[Schema] = described(
+    "Tokens of the answer at most; -1 is the rest of the context.", either(integer(1, _U32), one_of(-1))
+)
 
 ANSWERING: Final[dict[str, Schema]] = {
     "model": TEXT,
     "stream": FLAG,
     "stream_options": record({"include_usage": FLAG, "include_obfuscation": one_of(False)}),
     "stop": STOP,
-    "max_tokens": LIMIT,
-    "n_predict": described("The same; -1 is the rest of the context.", either(integer(1, _U32), one_of(-1))),
+    "max_tokens": _OPEN_LIMIT,
+    "n_predict": _OPEN_LIMIT,
     "n": described("Choices for each prompt.", integer(1, 128)),
     "user": TEXT,
     "cache_prompt": one_of(True),
