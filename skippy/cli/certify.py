@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import platform
-import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +35,7 @@ from skippy.models import (
     read_model,
     weights_sha256,
 )
+from skippy.models.store import unfinished
 
 from .checkpoint_flags import checkpoint_options
 from .ending import ending_in_order
@@ -162,8 +162,8 @@ def _scratch() -> Iterator[Path]:
     """A folder where slices have room; the cache would keep what nobody wants twice."""
     cache = default_cache_dir()
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="certify-", dir=cache, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    with unfinished(cache, "certify-", folder=True, mode=0o700) as folder:
+        yield folder
 
 
 @attrs.define(slots=True, eq=False)

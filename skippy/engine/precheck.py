@@ -15,8 +15,7 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +38,7 @@ from skippy.models import (
 from skippy.models.info import is_slice, layer_count
 from skippy.models.mirror import MirrorError, tiny_like
 from skippy.models.records import engine_version, own_records
-from skippy.models.store import kept, replacing
+from skippy.models.store import kept, replacing, unfinished
 from skippy.models.tiny import TinyModel
 
 TIMEOUT_SECS: Final = 300.0
@@ -175,7 +174,7 @@ class _Trial:
         """On the first of the models that runs unsplit."""
         words = ""
         for model in self.models:
-            with _scratch(self.folder) as folder:
+            with unfinished(self.folder, "precheck-", folder=True, mode=0o700) as folder:
                 whole = model.write(folder / "model.gguf")
                 expected, found = folder / "expected.npy", folder / "found.npy"
                 try:
@@ -223,12 +222,6 @@ class _Trial:
 
 def _name(cuts: Sequence[int]) -> str:
     return "+".join(map(str, cuts))
-
-
-@contextlib.contextmanager
-def _scratch(cache: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="precheck-", dir=cache, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 def _read(memo: Path) -> dict[str, Any]:

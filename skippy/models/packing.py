@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from skippy.models.metadata import Entry, text_bytes
 from skippy.models.package import INVENTORY, part_of
 from skippy.models.parts import read_gguf
 from skippy.models.slicer import file_sha256, write_plan
-from skippy.models.store import Progress, sync_folder, temporary_name, write_error
+from skippy.models.store import Progress, sync_folder, unfinished, write_error
 
 _SHARED = ("metadata", "embeddings", "output")
 
@@ -55,20 +53,19 @@ def write_package(
     parts = _share_out(header)
     if os.path.lexists(out):
         raise SliceWriteError(f"{out}: exists already; remove it, or name another folder")
-    temporary = temporary_name(out)
     try:
-        for folder in ("shared", "layers"):
-            (temporary / folder).mkdir(parents=True)
-        manifest = _describe(header, name, progress)
-        manifest |= _write_parts(header, parts, temporary, progress)
-        _write_manifest(temporary / MANIFEST, manifest)
-        for written in (temporary / "shared", temporary / "layers", temporary):
-            sync_folder(written)
-        os.rename(temporary, out)  # onto nothing: a folder that has come to be meanwhile makes it fail
-        sync_folder(out.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(temporary)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished(out.parent, f".{out.name}.", ".tmp", folder=True) as temporary:
+            for folder in ("shared", "layers"):
+                (temporary / folder).mkdir()
+            manifest = _describe(header, name, progress)
+            manifest |= _write_parts(header, parts, temporary, progress)
+            _write_manifest(temporary / MANIFEST, manifest)
+            for written in (temporary / "shared", temporary / "layers", temporary):
+                sync_folder(written)
+            os.rename(temporary, out)  # onto nothing: a folder that has come to be meanwhile makes it fail
+            sync_folder(out.parent)
+    except (OSError, SliceWriteError) as error:
         cause = error.__cause__ if isinstance(error, SliceWriteError) else error
         if isinstance(cause, OSError):  # the folder's, not a part's that nobody will find
             raise write_error(out, cause, header.file_size) from cause

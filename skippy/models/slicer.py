@@ -117,7 +117,7 @@ class _Meter:
 def _write_file(
     plan: FilePlan, sources: Sources, path: Path, progress: Progress | None, data: TensorData | None
 ) -> None:
-    target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    target = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
     try:
         meter = _Meter(plan.disk_bytes, progress)
         position = _write_all(target, plan.preamble(), 0)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
 import secrets
+import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +19,7 @@ import filelock
 from skippy.models.errors import SliceWriteError
 
 T = TypeVar("T")
+_RANDOM = 8  # digits that make a name a new one
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done_bytes, total_bytes)``; stages are "download", "hash", "wait" (for another
@@ -24,7 +29,7 @@ and comes out of the call; so a worker thread may check there whether it was can
 
 @contextlib.contextmanager
 def replacing(out: Path, needed: int) -> Iterator[Path]:
-    """A name to write a file under; when the block ends, it is ``out``, synced.
+    """An empty file to write; when the block ends, it is ``out``, synced.
 
     It replaces one that was there. After an exception nothing is left of it.
 
@@ -34,18 +39,14 @@ def replacing(out: Path, needed: int) -> Iterator[Path]:
     Raises:
         SliceWriteError: for an OSError in the block or at its end.
     """
-    temporary = temporary_name(out)
     try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, out)
-        sync_folder(out.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise write_error(out, error, needed) from error
-        raise
+        with unfinished(out.parent, f".{out.name}.", ".tmp", mode=0o666) as temporary:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, out)
+            sync_folder(out.parent)
+    except OSError as error:
+        raise write_error(out, error, needed) from error
 
 
 def kept(
@@ -66,9 +67,6 @@ def kept(
             found = read()
             if found is not None:
                 return found
-            # What a killed process left unfinished; the lock is held, so nobody is writing it.
-            for leftover in path.parent.glob(f"{_prefix(path.name)}*.tmp"):
-                leftover.unlink(missing_ok=True)
             return make()
     except SliceWriteError as error:
         raise SliceWriteError(f"{error}; SKIPPY_CACHE names another folder for slices") from error
@@ -97,14 +95,76 @@ def _locked(path: Path, needed: int, progress: Progress | None) -> Iterator[None
         lock.release()
 
 
-def temporary_name(out: Path) -> Path:
-    """A new name for what is to become ``out``."""
-    return out.with_name(f"{_prefix(out.name)}{secrets.token_hex(4)}.tmp")
+@contextlib.contextmanager
+def unfinished(
+    parent: Path, prefix: str, suffix: str = "", *, folder: bool = False, mode: int = 0o777
+) -> Iterator[Path]:
+    """A new, empty file or folder that is gone when the block ends, unless it was renamed.
+
+    It is locked for so long, and others with such a name that nobody has locked are removed: they are what
+    killed processes have left, which may be as large as a model.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    _remove_left(parent, prefix, suffix, folder)
+    path, lock = _new(parent, prefix, suffix, folder, mode)
+    try:
+        yield path
+    finally:
+        _remove(path, folder)
+        os.close(lock)
 
 
-def _prefix(name: str) -> str:
-    """How the names of unfinished files for ``name`` begin."""
-    return f".{name}."
+def _new(parent: Path, prefix: str, suffix: str, folder: bool, mode: int) -> tuple[Path, int]:
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(_RANDOM // 2)}{suffix}"
+        if folder:
+            path.mkdir(mode=mode)
+        else:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a leftover: once more
+            lock = os.open(path, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks; nothing is removed there
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_still(path, lock):
+                return path, lock
+            os.close(lock)
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_left(parent: Path, prefix: str, suffix: str, folder: bool) -> None:
+    form = re.compile(rf"{re.escape(prefix)}[0-9a-f]{{{_RANDOM}}}{re.escape(suffix)}")
+    with contextlib.suppress(OSError):
+        for name in filter(form.fullmatch, os.listdir(parent)):
+            with contextlib.suppress(OSError):
+                _remove_if_free(parent / name, folder)
+
+
+def _remove_if_free(path: Path, folder: bool) -> None:
+    kind = stat.S_ISDIR if folder else stat.S_ISREG
+    if not kind(os.lstat(path).st_mode):
+        return
+    lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(path, folder)
+    finally:
+        os.close(lock)
+
+
+def _remove(path: Path, folder: bool) -> None:
+    if folder:
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def write_error(path: Path, error: OSError, needed: int) -> SliceWriteError:

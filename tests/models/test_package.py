@@ -435,6 +435,14 @@ def test_writing_leaves_all_or_nothing(untied: Path, tmp_path: Path, monkeypatch
     assert not [name for name in os.listdir(tmp_path) if "half" in name]
 
 
+def test_what_a_killed_process_has_left_goes(untied: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".p.0a1b2c3d.tmp"
+    (left / "layers").mkdir(parents=True)
+    (left / "layers/layer-00000.gguf").write_bytes(b"half")
+    write_package(untied, tmp_path / "p")
+    assert os.listdir(tmp_path) == ["p"]
+
+
 def test_what_cannot_be_packed(untied: Path, tmp_path: Path) -> None:
     part = ensure_slice(untied, 0, 2, cache_dir=tmp_path / "c").path
     with pytest.raises(GGUFError, match="is a slice; a package is made of the whole model"):

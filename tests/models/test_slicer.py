@@ -404,6 +404,12 @@ def test_a_failed_write_leaves_nothing(tied: Path, tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_process_has_left_beside_it_goes(tied: Path, tmp_path: Path) -> None:
+    (tmp_path / ".s.gguf.0a1b2c3d.tmp").write_bytes(b"half")
+    write_slice(GGUFHeader.read(tied), tmp_path / "s.gguf", 0, 1)
+    assert os.listdir(tmp_path) == ["s.gguf"]
+
+
 def test_copies_without_help_from_the_kernel(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
