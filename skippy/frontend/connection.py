@@ -13,6 +13,7 @@ from quart.wrappers import Request, Websocket
 from quart_trio.asgi import TrioASGIHTTPConnection
 from werkzeug.exceptions import MethodNotAllowed
 from werkzeug.routing import Rule
+from werkzeug.routing.exceptions import WebsocketMismatch
 
 from .direct import EXTENSION, DirectBody
 from .errors import ApiError
@@ -95,7 +96,9 @@ def route(request: Request | Websocket) -> str:
     if isinstance(error, MethodNotAllowed) and error.valid_methods:
         adapter = current_app.create_url_adapter(request)
         if adapter is not None:
-            rule, _ = adapter.match(None, next(iter(error.valid_methods)), return_rule=True)
+            # That of a WebSocket fits no plain request, whatever its method.
+            with contextlib.suppress(WebsocketMismatch):
+                rule, _ = adapter.match(None, next(iter(error.valid_methods)), return_rule=True)
     return "" if rule is None else rule.rule
 
 

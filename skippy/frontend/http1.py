@@ -140,6 +140,10 @@ class EnvelopeProtocol(H11Protocol):
         # Hypercorn answers some handshakes itself, and what the application could not.
         if isinstance(event, Response) and all(name.lower() != b"x-request-id" for name, _ in event.headers):
             event = replace(event, headers=[*event.headers, *_own_headers()])
+        # Hypercorn closes after an answer to a request whose body has not come, and says nothing of it: the
+        # next request of a client that keeps connections would be lost.
+        if isinstance(event, Response) and self.connection.their_state is h11.SEND_BODY:
+            event = replace(event, headers=[*event.headers, (b"connection", b"close")])
         await super().stream_send(event)
 
     async def _create_stream(self, request: h11.Request) -> None:

@@ -244,6 +244,8 @@ async def test_failure_mid_stream() -> None:
         ("GET", "/v1/models/other", 404, "model_not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/live", 405, "method_not_allowed"),
+        ("FOO", "/live", 405, "method_not_allowed"),
         ("DELETE", "/v1/completions", 405, "method_not_allowed"),
     ],
 )

@@ -37,6 +37,15 @@ async def test_http_1_0_needs_no_host() -> None:
 _POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
+@pytest.mark.parametrize("path", [b"/v1/nowhere", b"/v1/models", b"/live"])
+async def test_an_answer_that_does_not_wait_for_a_body_ends_the_connection_and_says_so(path: bytes) -> None:
+    """Else a client that keeps its connections sends its next request on one that is about to be closed."""
+    sent = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n" % path
+    line, headers, _ = await exchange(sent)
+    assert line[:10] == b"HTTP/1.1 4"
+    assert b"\r\nconnection: close" in headers
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "words"),
     [
