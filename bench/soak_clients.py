@@ -111,7 +111,7 @@ def _body(target: Target, habit: Habit, chance: random.Random) -> dict[str, Any]
         "stream": True,
     }
     if habit is Habit.NONSENSE:
-        body |= chance.choice([{"model": "none"}, {"max_tokens": -1}, {"prompt": "word " * 5000}])
+        body |= chance.choice([{"model": "none"}, {"max_tokens": 0}, {"prompt": "word " * 5000}])
     elif habit not in (Habit.READ, Habit.FILL):
         body["max_tokens"] = 40  # so that there is something to leave
     return body

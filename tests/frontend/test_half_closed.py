@@ -124,7 +124,7 @@ async def read_answers(stream: trio.SocketStream, count: int, *, received: bytes
         (get(CHAT), 405, b"takes"),
         (get("/health", "upgrade: h2c", "connection: upgrade"), 200, b'{"status":"ok"}'),
         (post(CHAT, []), 400, b"invalid_request_error"),
-        (post(COMPLETIONS, completion_body(max_tokens=-1)), 400, b"max_tokens"),
+        (post(COMPLETIONS, completion_body(max_tokens=0)), 400, b"max_tokens"),
         (post(COMPLETIONS, {}, "content-type: text/plain"), 415, b"application/json"),
         (post(COMPLETIONS, completion_body()), 200, b'"text":"hello"'),
         (post(COMPLETIONS, completion_body(), version="1.0"), 200, b'"text":"hello"'),
