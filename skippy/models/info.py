@@ -16,7 +16,7 @@ from skippy.models.parts import read_gguf
 SLICE_PREFIX = "skippy.slice."
 _INT32 = (1 << 31) - 1  # llama.cpp counts tokens in 32 bits
 _MAX_WIDTH = 1 << 20  # the widest real models have some 20 000
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
 def split_layer_name(name: str) -> tuple[int, str] | None:

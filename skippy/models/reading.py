@@ -56,7 +56,10 @@ def open_regular(path: Path) -> int:
 
 
 class Sources:
-    """Files that are read, each opened when the first byte of it is needed. Not safe from two threads."""
+    """Files that are read, each opened when the first byte of it is needed. Not safe from two threads.
+
+    Leaving the block raises GGUFError for one that was changed meanwhile: what was read may be of two states.
+    """
 
     def __init__(self) -> None:
         self._open: dict[FileStamp, int] = {}
@@ -64,9 +67,12 @@ class Sources:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        changed = [f for f, fd in self._open.items() if FileStamp.of(f.path, os.fstat(fd)) != f]
         while self._open:
             os.close(self._open.popitem()[1])
+        if changed and kind is None:
+            raise GGUFError(changed[0].path, "the file changed while it was read")
 
     def descriptor(self, file: FileStamp) -> int:
         """For reading. Raises GGUFError when the file is gone or not what it was."""

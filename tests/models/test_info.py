@@ -22,6 +22,7 @@ from skippy.models import (
     write_package,
 )
 from skippy.models.families import NEEDS
+from skippy.models.info import split_layer_name
 from skippy.models.tiny import write_tiny_model
 from tests.support.splitting import split_model
 from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny
@@ -138,3 +139,16 @@ def test_what_a_model_is_in(tied: Path, tmp_path: Path) -> None:
     package = inspect_model(write_package(tied, tmp_path / "package").folder)
     assert (package.cuts, package.template, package.files) == (summary.cuts, len(CHAT_TEMPLATE), 9)
     assert package.bytes_per_layer == summary.bytes_per_layer
+
+
+def test_digits_are_those_of_ascii() -> None:
+    """Otherwise two tensors would have one name in a slice."""
+    assert split_layer_name("blk.13.attn_q.weight") == (13, "attn_q.weight")
+    for name in (
+        "blk.1\N{ARABIC-INDIC DIGIT THREE}.attn_q.weight",
+        "blk.013.a",
+        "blk.-1.a",
+        "blk.1.",
+        "blk.1",
+    ):
+        assert split_layer_name(name) is None

@@ -439,6 +439,22 @@ def test_a_source_that_changes_is_noticed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [model]
 
 
+def test_a_source_that_is_written_to_while_it_is_copied(tmp_path: Path) -> None:
+    """Of the same length; the slice would be kept under the digest of what the source was before."""
+    model = write_tiny(tmp_path / "m.gguf", layers=4)
+    header = GGUFHeader.read(model)
+
+    def change(stage: str, done: int, total: int) -> None:
+        if stage == "write" and done > total // 2:
+            with model.open("r+b") as file:
+                file.seek(header.data_offset)
+                file.write(bytes(64))
+
+    with pytest.raises(GGUFError, match="changed while it was read"):
+        write_slice(header, tmp_path / "s.gguf", 0, 2, change, source_sha256="0" * 64)
+    assert list(tmp_path.iterdir()) == [model]
+
+
 def test_progress_adds_up(tied: Path, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     header = GGUFHeader.read(tied)
