@@ -181,10 +181,29 @@ _NUMBER, _TEXT, _REAL, _FLAG = (
     GGUFValueType.FLOAT32,
     GGUFValueType.BOOL,
 )
+
+
+def _grouped(experts: int, groups: int, used: int) -> dict[str, tuple[GGUFValueType, int]]:
+    numbers = {"count": experts, "used_count": 2, "group_count": groups, "group_used_count": used}
+    return {f"llama.expert_{name}": (_NUMBER, number) for name, number in numbers.items()}
+
+
 HOSTILE = {
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": (_REAL, -1.0)}, "layer_norm_rms_epsilon"),
     "nan": ({"llama.attention.layer_norm_rms_epsilon": (_REAL, float("nan"))}, "layer_norm_rms_epsilon"),
     "experts": ({"llama.expert_count": (_NUMBER, 4), "llama.expert_used_count": (_NUMBER, 9)}, "9 experts"),
+    "no experts used": ({"llama.expert_count": (_NUMBER, 4)}, "0 experts used of 4"),
+    "experts by layer": (
+        {"llama.expert_count": (_NUMBER, 4), "llama.expert_used_count": (_NUMBER, [1, 9])},
+        "9 experts used of 4",
+    ),
+    "many experts": (
+        {"llama.expert_count": (_NUMBER, 1025), "llama.expert_used_count": (_NUMBER, 2)},
+        "1025 experts, llama.cpp takes 1024",
+    ),
+    "groups": (_grouped(4, 4, 1), "4 experts in 4 groups"),
+    "odd groups": (_grouped(4, 3, 1), "4 experts in 3 groups, of which 1 are used"),
+    "groups used": (_grouped(4, 2, 2), "4 experts in 2 groups, of which 2 are used"),
     "scaling": ({"llama.rope.scaling.type": (_TEXT, "zzz")}, "rope.scaling.type"),
     "not causal": ({"llama.attention.causal": (_FLAG, False)}, "token by token"),
     "no vocabulary": ({"tokenizer.ggml.model": (_TEXT, "no_vocab")}, "no vocabulary"),
@@ -200,6 +219,12 @@ def test_files_that_would_end_the_process(name: str, tmp_path: Path) -> None:
     extra, message = HOSTILE[name]
     model = write_tiny(tmp_path / "m.gguf", layers=2, extra=extra)  # type: ignore[arg-type]
     with pytest.raises(ModelLoadError, match=message):
+        LlamaEngine.load(SliceInfo.from_file(model), EngineOptions(n_threads=1))
+
+
+def test_more_layers_than_llama_cpp_takes(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf", layers=513, width=4, heads=1, kv_heads=1, feed_forward=4)
+    with pytest.raises(ModelLoadError, match="has 513 layers, llama.cpp takes 512"):
         LlamaEngine.load(SliceInfo.from_file(model), EngineOptions(n_threads=1))
 
 

@@ -5,11 +5,14 @@ Everything else that can be wrong with a file llama.cpp reports itself when it l
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 from skippy.engine.base import ModelLoadError
 from skippy.models import GGUFError, GGUFHeader, LazyArray, SliceInfo
+from skippy.models.layers import MOST_LAYERS
 
+_MOST_EXPERTS: Final = 1024  # compiled into llama.cpp
 _ROPE_SCALINGS: Final = ("none", "linear", "yarn", "longrope")
 _EPSILONS: Final = ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon")
 
@@ -31,13 +34,35 @@ def _check_numbers(header: GGUFHeader, info: SliceInfo) -> None:
         value = header.value(f"{prefix}.attention.{name}")
         if isinstance(value, int | float) and not value >= 0:
             raise ModelLoadError(f"{info.path}: {prefix}.attention.{name} is {value}, it must be at least 0")
-    experts, used = header.value(f"{prefix}.expert_count"), header.value(f"{prefix}.expert_used_count")
-    if isinstance(used, int) and used > (experts if isinstance(experts, int) else 0):
-        raise ModelLoadError(f"{info.path}: {used} experts used of {experts or 0}")
+    layers = header.count(f"{prefix}.block_count")  # those for multi-token prediction included
+    if layers > MOST_LAYERS:
+        raise ModelLoadError(f"{info.path}: has {layers} layers, llama.cpp takes {MOST_LAYERS}")
+    _check_experts(header, info)
     scaling = header.value(f"{prefix}.rope.scaling.type")
     if scaling is not None and scaling not in _ROPE_SCALINGS:
         raise ModelLoadError(
             f"{info.path}: {prefix}.rope.scaling.type is {scaling!r}, known are {', '.join(_ROPE_SCALINGS)}"
+        )
+
+
+def _check_experts(header: GGUFHeader, info: SliceInfo) -> None:
+    experts, groups, used_groups = (
+        value if isinstance(value := header.value(f"{info.architecture}.expert_{name}"), int) else 0
+        for name in ("count", "group_count", "group_used_count")
+    )
+    used = header.value(f"{info.architecture}.expert_used_count")
+    if isinstance(used, LazyArray):
+        used = max((n for n in itertools.islice(used, MOST_LAYERS) if isinstance(n, int)), default=0)
+    used = used if isinstance(used, int) else 0
+    if used > experts or (experts and not used):
+        raise ModelLoadError(f"{info.path}: {used} experts used of {experts}")
+    if experts > _MOST_EXPERTS:
+        raise ModelLoadError(f"{info.path}: has {experts} experts, llama.cpp takes {_MOST_EXPERTS}")
+    if groups and groups >= experts:
+        raise ModelLoadError(f"{info.path}: {experts} experts in {groups} groups")
+    if groups > 1 and (experts % groups or not 0 < used_groups < groups):
+        raise ModelLoadError(
+            f"{info.path}: {experts} experts in {groups} groups, of which {used_groups} are used"
         )
 
 
