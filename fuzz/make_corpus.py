@@ -159,10 +159,30 @@ def gguf_seeds() -> Seeds:
 
 
 def checkpoint_seeds() -> Seeds:
-    for family, shards, pieces in (("llama", 1, False), ("gemma", 2, True), ("mixtral", 1, False)):
+    kinds: dict[str, Any] = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_theta": 1e4},
+        },
+    }
+    for family, shards, pieces in (
+        ("llama", 1, False),
+        ("gemma", 2, True),
+        ("gemma3", 1, True),
+        ("mixtral", 1, False),
+    ):
         with tempfile.TemporaryDirectory() as name:
             folder = write_checkpoint(
-                Path(name), family, layers=1, width=4, heads=2, kv_heads=1, feed_forward=4, shards=shards
+                Path(name),
+                family,
+                layers=2 if family == "gemma3" else 1,
+                width=4,
+                heads=2,
+                kv_heads=1,
+                feed_forward=4,
+                shards=shards,
+                config=kinds if family == "gemma3" else None,
             )
             if pieces:
                 write_sentencepiece(folder)

@@ -57,6 +57,20 @@ async def test_a_chain_says_what_one_stage_says(folder: Path) -> None:
             assert await answer(folder, 1, 3, checkpoint_quantization=quantization) == whole
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+async def test_a_chain_of_a_model_with_windows(family: str, folder: Path, tmp_path: Path) -> None:
+    del folder  # its cache is used
+    kinds = [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")]
+    with trio.fail_after(60):
+        for name, settings in (("m", {}), ("kinds", {"layer_types": kinds})):
+            model = write_checkpoint(
+                tmp_path / name, family, layers=4, width=64, feed_forward=128, config=settings
+            )
+            whole = await answer(model)
+            assert await answer(model, 1, 3) == whole
+            assert await answer(model, 2) == whole
+
+
 def test_what_a_checkpoint_becomes_is_part_of_the_identity(folder: Path, tmp_path: Path) -> None:
     matrices = [write_imatrix(tmp_path / f"{n}.gguf", {"a": np.full(4, n, np.float32)}) for n in (1, 2)]
     recipes = [

@@ -10,7 +10,7 @@ import pytest
 from skippy.engine import EngineOptions
 from skippy.engine.llama import LlamaEngine
 from skippy.models import GGUFHeader, ensure_slice, header_path
-from tests.support.checkpoints import PIECES, sentencepieces, write_checkpoint, write_sentencepiece
+from tests.support.checkpoints import GEMMAS, PIECES, sentencepieces, write_checkpoint, write_sentencepiece
 from tests.support.tiny_models import CHAT_TEMPLATE
 
 OPTIONS = EngineOptions(context_length=32, max_sequences=1, n_threads=1, n_threads_batch=1)
@@ -27,17 +27,42 @@ def tokens(folder: Path, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma"])
+@pytest.mark.parametrize("family", ["llama", *GEMMAS])
 def test_sentencepiece(family: str, as_json: bool, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", family, width=64, feed_forward=64)
     write_sentencepiece(folder, as_json=as_json)
     space, a = FIRST, FIRST + PIECES.index("a")
-    prefix = [] if family == "gemma" else [space]  # gemma's tokenizer puts no space in front
+    prefix = [] if family in GEMMAS else [space]  # gemma's tokenizer puts no space in front
     found = tokens(folder, "aé")
     assert found == [1, *prefix, a, 3 + 0xC3, 3 + 0xA9]  # <s>, and bytes for what is no piece
     # "ab" scores better than "bc", so "abc" is ab + c before it is one.
-    expected = FIRST + PIECES.index("abc" if family == "gemma" else "▁abc")
+    expected = FIRST + PIECES.index("abc" if family in GEMMAS else "▁abc")
     assert tokens(folder, "abc") == [1, expected]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_gemma_adds(as_json: bool, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", "gemma3", width=64, feed_forward=64)
+    write_sentencepiece(folder, as_json=as_json)
+    added = {FIRST + len(PIECES): "▁▁", FIRST: "<unused0>"}
+    if as_json:
+        path = folder / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        tokenizer["added_tokens"] += [
+            {"id": index, "content": text, "special": False} for index, text in added.items()
+        ]
+    else:
+        path = folder / "tokenizer_config.json"
+        tokenizer = json.loads(path.read_text())
+        tokenizer["added_tokens_decoder"] = {
+            str(index): {"content": text, "special": False} for index, text in added.items()
+        }
+    path.write_text(json.dumps(tokenizer))
+    a = FIRST + PIECES.index("a")
+    assert tokens(folder, "a  a") == [1, a, FIRST + len(PIECES), a]  # two spaces are one token
+    header = GGUFHeader.read(header_path(folder, cache_dir=folder / "c"))
+    kinds = header.value("tokenizer.ggml.token_type")
+    assert [list(kinds)[index] for index in added] == [4, 3]  # user-defined, and control by its looks
 
 
 def test_byte_level(tmp_path: Path) -> None:

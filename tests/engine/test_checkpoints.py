@@ -50,8 +50,9 @@ def held(info: SliceInfo) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     out = {}
     for name, value in tensors(info.path).items():
         place = split_layer_name(name)
-        if place is not None and place[0] < info.own_layers:
-            out[f"blk.{place[0] + info.layer_start}.{place[1]}"] = value
+        layer = -1 if place is None else place[0] - info.front_layers
+        if place is not None and 0 <= layer < info.own_layers:
+            out[f"blk.{layer + info.layer_start}.{place[1]}"] = value
         elif place is None and (name != "token_embd.weight" or info.is_first or (info.is_last and info.tied)):
             out[name] = value
     return out

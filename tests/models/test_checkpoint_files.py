@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -20,7 +21,7 @@ from skippy.models.checkpoint import Checkpoint
 from skippy.models.checkpoint.imatrix import ImportanceMatrix
 from skippy.models.checkpoint.safetensors import read_header
 from skippy.models.checkpoint.sentencepiece import read_pieces
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_safetensors
 
 Header = dict[str, Any]
 
@@ -208,6 +209,88 @@ def test_a_configuration_that_does_not_fit(name: str, folder: Path) -> None:
     with pytest.raises(CheckpointError, match=reason):
         header_path(folder, cache_dir=folder / "c")
     assert not list((folder / "c").rglob("*.gguf"))
+
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("qwen2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; .* with silu or swish only"),
+    "scaling": ("qwen2", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "type 'llama3' is not"),
+    "experts": ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob is 'False'; .* with True only"),
+    "kinds": ("qwen3", {"layer_types": [WINDOW, FULL]}, f"layer_types: llama.cpp has no {WINDOW} for"),
+    "gemma scaling": ("gemma", {"rope_scaling": {"rope_type": "llama3"}}, "type 'llama3' is not converted"),
+    "gemma2 both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is"),
+    "gemma2 activation": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; llama.cpp"),
+    "gemma2 cap": ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping is 'None', expected"),
+    "gemma2 final cap": ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping is '-1', exp"),
+    "gemma2 scalar": ("gemma2", {"query_pre_attn_scalar": 224}, "query_pre_attn_scalar is '224'; .* with 16"),
+    "gemma2 no scalar": ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is 'None'"),
+    "gemma2 window": ("gemma2", {"sliding_window": None}, "sliding_window is 'None', expected a count"),
+    "gemma2 no windows": ("gemma2", {"layer_types": [FULL] * 2}, f"llama.cpp needs {WINDOW} in some layers"),
+    "gemma2 pattern": ("gemma2", {"sliding_window_pattern": 3}, "sliding_window_pattern is '3'; .* 2 only"),
+    "gemma2 parts": ("gemma2", {"rope_parameters": {FULL: {}}}, "the same for all layers of this architect"),
+    "gemma3 both ways": ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is"),
+    "gemma3 not causal": ("gemma3", {"is_causal": False}, "is_causal is 'False'; .* with True only"),
+    "gemma3 cap": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is '50.0'; .* null"),
+    "gemma3 scalar": ("gemma3", {"query_pre_attn_scalar": True}, "query_pre_attn_scalar is 'True'"),
+    "gemma3 pattern": ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern is '0', expected"),
+    "gemma3 kinds": ("gemma3", {"layer_types": [FULL, "chunked_attention"]}, "layer_types may have full_att"),
+    "gemma3 odd kinds": ("gemma3", {"layer_types": [[], {}]}, "layer_types may have full_attention and"),
+    "gemma3 fewer kinds": ("gemma3", {"layer_types": [FULL]}, "layer_types has 1 entries, expected one for"),
+    "gemma3 no kinds": ("gemma3", {"layer_types": 3}, "layer_types may have full_attention and"),
+    "gemma3 yarn": ("gemma3", {"rope_scaling": {"rope_type": "yarn"}}, "type 'yarn' is not converted here"),
+    "gemma3 base": ("gemma3", {"rope_local_base_freq": -1}, "rope_local_base_freq is '-1', expected a"),
+    "gemma3 parts": ("gemma3", {"rope_parameters": {FULL: {}, WINDOW: 3}}, "rope_parameters is not an obj"),
+    "gemma3 window scaling": (
+        "gemma3",
+        {"rope_parameters": {FULL: {}, WINDOW: {"rope_type": "linear", "factor": 8.0}}},
+        "sliding_attention: scaling of type 'linear' is not converted",
+    ),
+    "gemma3 with images": (
+        "gemma3",
+        {"architectures": ["Gemma3ForConditionalGeneration"]},
+        "of architecture 'Gemma3ForConditionalGeneration' are not converted",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_what_a_family_is_not_computed_with(name: str, tmp_path: Path) -> None:
+    family, changes, reason = FAMILY_CONFIGS[name]
+    folder = write_checkpoint(tmp_path / "m", family, layers=2, width=64, feed_forward=64)
+    edit(folder / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=reason):
+        header_path(folder, cache_dir=folder / "c")
+    assert not list((folder / "c").rglob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "missing"),
+    [
+        ("gemma2", "post_attention_layernorm", "post_attention_norm"),
+        ("gemma2", "pre_feedforward_layernorm", "ffn_norm"),
+        ("gemma3", "post_feedforward_layernorm", "post_ffw_norm"),
+        ("gemma3", "self_attn.k_norm", "attn_k_norm"),
+    ],
+)
+def test_a_missing_norm(family: str, tensor: str, missing: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", family, layers=2, width=64, feed_forward=64, shards=2)
+    places = {
+        name: file for name, file in index_of(folder)["weight_map"].items() if f"1.{tensor}" not in name
+    }
+    edit(folder / "model.safetensors.index.json", weight_map=places)
+    with pytest.raises(CheckpointError, match=rf"has no tensor for 'blk\.1\.{missing}\.weight'"):
+        header_path(folder, cache_dir=folder / "c")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3"])
+def test_a_bias_that_llama_cpp_has_no_place_for(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", family, layers=2, width=64, feed_forward=64, shards=2)
+    name = "model.layers.1.self_attn.o_proj.bias"
+    write_safetensors(folder / "bias.safetensors", {name: np.zeros(64, np.float32)}, "BF16")
+    places = index_of(folder)["weight_map"] | {name: "bias.safetensors"}
+    edit(folder / "model.safetensors.index.json", weight_map=places)
+    with pytest.raises(CheckpointError, match=r"o_proj\.bias' has no place in a model of this architecture"):
+        header_path(folder, cache_dir=folder / "c")
 
 
 TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

@@ -26,7 +26,12 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
+GEMMAS = ("gemma", "gemma2", "gemma3")
+WINDOW = 5
+"""Tokens that some layers of Gemma 2 and 3 look at."""
 EXPERTS = {"mixtral": 8, "qwen3moe": 4}
 
 Array = npt.NDArray[np.float32]
@@ -97,19 +102,23 @@ def write_checkpoint(
         "rope_theta": 10000.0,
         "tie_word_embeddings": tied,
     }
-    if head_dim is not None or family in ("gemma", "qwen3", "qwen3moe"):
+    if head_dim is not None or family in (*GEMMAS, "qwen3", "qwen3moe"):
         settings["head_dim"] = dim
     if family == "mixtral":
         settings |= {"num_local_experts": EXPERTS[family], "num_experts_per_tok": 2}
     if family == "qwen3moe":
         settings |= {"num_experts": EXPERTS[family], "num_experts_per_tok": 2}
-        settings["moe_intermediate_size"] = feed_forward
+        settings |= {"moe_intermediate_size": feed_forward, "norm_topk_prob": True}
+    if family in ("gemma2", "gemma3"):
+        settings |= {"query_pre_attn_scalar": dim, "sliding_window": WINDOW}
+    if family == "gemma3":
+        settings |= {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0}
     settings |= config or {}
     (folder / "config.json").write_text(json.dumps(settings))
     generator = np.random.default_rng([seed, *family.encode()])
     tensors = {
         name: generator.normal(0.0, scale, shape).astype(np.float32)
-        + np.float32(1.0 if name.endswith("norm.weight") and family != "gemma" else 0.0)
+        + np.float32(1.0 if name.endswith("norm.weight") and family not in GEMMAS else 0.0)
         for name, shape in _shapes(
             family, layers, width, heads, kv_heads, dim, feed_forward, vocabulary, tied, biases
         )
@@ -153,10 +162,13 @@ def _shapes(
             if family == "qwen2" or biases:
                 out.append((f"{layer}self_attn.{name}_proj.bias", shape[:1]))
         out.append((f"{layer}self_attn.o_proj.weight", (width, heads * dim)))
-        if family.startswith("qwen3"):
+        if family.startswith("qwen3") or family == "gemma3":
             out += [(f"{layer}self_attn.{name}_norm.weight", (dim,)) for name in "qk"]
         out += _feed_forward(family, layer, width, feed_forward)
-        out += [(f"{layer}{name}_layernorm.weight", (width,)) for name in ("input", "post_attention")]
+        norms = ["input", "post_attention"]
+        if family in ("gemma2", "gemma3"):
+            norms += ["pre_feedforward", "post_feedforward"]
+        out += [(f"{layer}{name}_layernorm.weight", (width,)) for name in norms]
     out.append(("model.norm.weight", (width,)))
     if not tied:
         out.append(("lm_head.weight", (vocabulary, width)))

@@ -1,7 +1,8 @@
 """A transformer's forward pass in numpy, with Hugging Face's conventions: reads a checkpoint's own tensors.
 
 Source: transformers' modeling_llama.py, modeling_qwen2.py, modeling_qwen3.py, modeling_gemma.py,
-modeling_mixtral.py, modeling_qwen3_moe.py and modeling_rope_utils.py. Nothing of the product is used.
+modeling_gemma2.py, modeling_gemma3.py, modeling_mixtral.py, modeling_qwen3_moe.py and modeling_rope_utils.py.
+Nothing of the product is used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 def logits(folder: Path, tokens: list[int]) -> Array:
     """Logits of the last token."""
     config, w = load(folder)
-    gemma = config["architectures"] == ["GemmaForCausalLM"]
+    family = config["architectures"][0]
+    gemma = family.startswith("Gemma")
     embedding = w["model.embed_tokens.weight"]
     x = embedding[tokens] * (math.sqrt(config["hidden_size"]) if gemma else 1.0)
 
@@ -43,15 +45,36 @@ def logits(folder: Path, tokens: list[int]) -> Array:
         return scaled * (weight + 1.0 if gemma else weight)
 
     for index in range(config["num_hidden_layers"]):
-        part = {n.removeprefix(f"model.layers.{index}."): t for n, t in w.items() if f".{index}." in n[:15]}
-        x = x + _attention(config, part, norm(x, part["input_layernorm.weight"]), norm)
-        x = x + _feed_forward(config, part, norm(x, part["post_attention_layernorm.weight"]), gemma)
-    return norm(x, w["model.norm.weight"])[-1] @ w.get("lm_head.weight", embedding).T
+        prefix = f"model.layers.{index}."
+        part = {n.removeprefix(prefix): t for n, t in w.items() if n.startswith(prefix)}
+        local = _looks_at_a_window(config, family, index)
+        y = _attention(config, part, norm(x, part["input_layernorm.weight"]), norm, local)
+        if "pre_feedforward_layernorm.weight" in part:
+            x = x + norm(y, part["post_attention_layernorm.weight"])
+            y = _feed_forward(config, part, norm(x, part["pre_feedforward_layernorm.weight"]), gemma)
+            x = x + norm(y, part["post_feedforward_layernorm.weight"])
+        else:
+            x = x + y
+            x = x + _feed_forward(config, part, norm(x, part["post_attention_layernorm.weight"]), gemma)
+    out = norm(x, w["model.norm.weight"])[-1] @ w.get("lm_head.weight", embedding).T
+    return _capped(out, config.get("final_logit_softcapping", 30.0 if "Gemma2" in family else None))
 
 
-def _attention(config: dict[str, Any], w: dict[str, Array], x: Array, norm: Any) -> Array:
+def _looks_at_a_window(config: dict[str, Any], family: str, index: int) -> bool:
+    if "layer_types" in config:
+        return bool(config["layer_types"][index] == "sliding_attention")
+    period = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": config.get("sliding_window_pattern", 6)}
+    return family in period and (index + 1) % period[family] != 0
+
+
+def _capped(values: Array, cap: float | None) -> Array:
+    return values if cap is None else np.tanh(values / cap) * cap
+
+
+def _attention(config: dict[str, Any], w: dict[str, Array], x: Array, norm: Any, local: bool) -> Array:
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     dim, count = config.get("head_dim") or config["hidden_size"] // heads, len(x)
+    rotary = _rotary(config, local)
 
     def project(name: str, parts: int) -> Array:
         y = x @ w[f"self_attn.{name}_proj.weight"].T + w.get(f"self_attn.{name}_proj.bias", np.zeros(1))
@@ -59,13 +82,17 @@ def _attention(config: dict[str, Any], w: dict[str, Array], x: Array, norm: Any)
         return norm(y, w[f"self_attn.{name}_norm.weight"]) if f"self_attn.{name}_norm.weight" in w else y
 
     query, key, value = (
-        _rotate(config, project("q", heads), dim),
-        _rotate(config, project("k", groups), dim),
+        _rotate(rotary, project("q", heads), dim),
+        _rotate(rotary, project("k", groups), dim),
         project("v", groups),
     )
     key, value = (np.repeat(t, heads // groups, axis=1) for t in (key, value))
-    scores = np.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
-    scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
+    scores = np.einsum("qhd,khd->hqk", query, key) / math.sqrt(config.get("query_pre_attn_scalar", dim))
+    cap = 50.0 if config["architectures"] == ["Gemma2ForCausalLM"] else None
+    scores = _capped(scores, config.get("attn_logit_softcapping", cap))
+    distance = np.arange(count)[:, None] - np.arange(count)
+    hidden = (distance < 0) | (local & (distance >= config.get("sliding_window", count)))
+    scores[:, hidden] = -np.inf
     return (
         np.einsum("hqk,khd->qhd", _softmax(scores), value).reshape(count, -1) @ w["self_attn.o_proj.weight"].T
     )
@@ -76,14 +103,23 @@ def _softmax(values: Array) -> Array:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def _rotate(config: dict[str, Any], x: Array, dim: int) -> Array:
-    scaling = config.get("rope_scaling") or {}
-    frequencies = 1.0 / config["rope_theta"] ** (np.arange(0, dim, 2) / dim)
-    kind = scaling.get("rope_type", scaling.get("type"))
+def _rotary(config: dict[str, Any], local: bool) -> dict[str, Any]:
+    """Base and scaling of a layer. Gemma 3's layers with a window have their own base, and no scaling."""
+    given = config.get("rope_parameters")
+    if given and "full_attention" in given:
+        return dict(given["sliding_attention" if local else "full_attention"])
+    if local and "rope_local_base_freq" in config:
+        return {"rope_theta": config["rope_local_base_freq"]}
+    return {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+
+
+def _rotate(rotary: dict[str, Any], x: Array, dim: int) -> Array:
+    frequencies = 1.0 / rotary["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    kind = rotary.get("rope_type", rotary.get("type"))
     if kind == "linear":
-        frequencies = frequencies / scaling["factor"]
+        frequencies = frequencies / rotary["factor"]
     if kind == "llama3":
-        frequencies = np.array([_llama3(scaling, frequency) for frequency in frequencies])
+        frequencies = np.array([_llama3(rotary, frequency) for frequency in frequencies])
     angles = np.arange(len(x))[:, None] * frequencies
     cos, sin = (np.concatenate([f(angles), f(angles)], -1)[:, None] for f in (np.cos, np.sin))
     halves = np.concatenate([-x[..., dim // 2 :], x[..., : dim // 2]], -1)  # rotate_half

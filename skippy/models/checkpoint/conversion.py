@@ -27,8 +27,8 @@ from .settings import Config, Shape, read_settings, read_shape
 from .tensors import F32, ConvertedTensor, Floats, as_floats, convert_tensors, raw_rows
 from .vocabulary import Metadata, read_vocabulary
 
-CONVERSION_VERSION: Final = 1
-"""Raised whenever the same checkpoint and recipe would give another GGUF."""
+CONVERSION_VERSION: Final = 2
+"""Raised whenever the same checkpoint and recipe would give another GGUF, or none."""
 _HASH_PIECE: Final = 8 << 20
 
 

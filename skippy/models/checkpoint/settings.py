@@ -24,17 +24,29 @@ MAX_EXPERTS: Final = 1 << 10
 
 
 class Config:
-    """Typed access to ``config.json``; every complaint names the key."""
+    """Typed access to ``config.json``; every complaint names the key.
+
+    Raises:
+        CheckpointError: of an architecture that is not converted.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path: Path = checkpoint.folder / CONFIG
         self._values = checkpoint.config
+        names = self._values.get("architectures")
+        name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+        found = ARCHITECTURES.get(name)
+        if found is None:
+            known = ", ".join(ARCHITECTURES)
+            self.fail(f"checkpoints of architecture {show(name)} are not converted; those of {known} are")
+        self.architecture: Architecture = found
 
     def fail(self, message: str) -> NoReturn:
         raise CheckpointError(self.path, message)
 
     def get(self, key: str) -> Any:
-        return self._values.get(key)
+        """The value; of a missing key what transformers takes for it, else None."""
+        return self._values[key] if key in self._values else self.architecture.defaults.get(key)
 
     def count(self, key: str, limit: int, default: int | None = None) -> int:
         """An integer from 1 to ``limit``; ``default`` where the key is missing or null."""
@@ -73,18 +85,13 @@ def read_shape(config: Config) -> Shape:
     """The sizes that ``config.json`` gives.
 
     Raises:
-        CheckpointError: an architecture or a quantisation that is not converted, or impossible sizes.
+        CheckpointError: a quantisation that is not converted, or impossible sizes.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    architecture = ARCHITECTURES.get(name)
-    if architecture is None:
-        known = ", ".join(ARCHITECTURES)
-        config.fail(f"checkpoints of architecture {show(name)} are not converted; those of {known} are")
+    architecture = config.architecture
     if config.get("quantization_config"):
         config.fail("quantization_config: checkpoints that are quantised already are not converted")
     heads, width = config.count("num_attention_heads", MAX_HEADS), config.count("hidden_size", MAX_WIDTH)
-    head_dim = config.count("head_dim", MAX_WIDTH, max(1, architecture.head_dim or width // heads))
+    head_dim = config.count("head_dim", MAX_WIDTH, max(1, width // heads))
     if head_dim % 2:
         config.fail(f"head_dim is {head_dim}, rotary positions need an even number")
     feed_forward = config.count("intermediate_size", MAX_WIDTH)
@@ -127,7 +134,7 @@ def read_settings(config: Config, shape: Shape) -> Metadata:
             config.real("rms_norm_eps", config.get("rms_norm_eps")),
         ),
     }
-    if config.get("head_dim") is not None or family.head_dim is not None:
+    if config.get("head_dim") is not None:
         metadata[f"{prefix}.attention.key_length"] = (number, shape.head_dim)
         metadata[f"{prefix}.attention.value_length"] = (number, shape.head_dim)
     if family.rotary:
@@ -139,20 +146,104 @@ def read_settings(config: Config, shape: Shape) -> Metadata:
             metadata[f"{prefix}.expert_feed_forward_length"] = (number, shape.expert_feed_forward)
     if config.get("use_sliding_window"):
         config.fail("use_sliding_window: llama.cpp has no sliding window for this architecture")
-    return metadata | _rotary(config, prefix)
+    for key, values in family.only.items():
+        value = config.get(key)
+        if value is not None and value not in values:
+            wanted = " or ".join(str(value) for value in values) or "null"
+            config.fail(
+                f"{key} is {show(str(value))}; llama.cpp computes this architecture with {wanted} only"
+            )
+    for key, always in family.caps.items():
+        if always or config.get(key) is not None:
+            metadata[f"{prefix}.{key}"] = (real, config.real(key, config.get(key)))
+    _check_scalar(config, shape)
+    return metadata | _windows(config, shape) | _rotary(config, prefix)
+
+
+def _check_scalar(config: Config, shape: Shape) -> None:
+    """Attention is scaled as llama.cpp does it, which reads no key for that."""
+    pinned = shape.architecture.wide_scalar_layers
+    if pinned is None:
+        return
+    scalar = config.get("query_pre_attn_scalar")
+    computed = shape.width // shape.heads if shape.layers == pinned else shape.head_dim
+    if isinstance(scalar, bool) or scalar != computed:
+        config.fail(
+            f"query_pre_attn_scalar is {show(str(scalar))}; llama.cpp computes this model with {computed}"
+        )
+
+
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+
+def _windows(config: Config, shape: Shape) -> Metadata:
+    """The window, and which layers look at it where these are others than llama.cpp expects."""
+    family, kinds = shape.architecture, config.get("layer_types")
+    expected = _periodic(family.window_period, shape.layers)
+    if kinds is None and family.window_period:
+        windows = _periodic(
+            config.count("sliding_window_pattern", MAX_LAYERS, family.window_period), shape.layers
+        )
+    elif kinds is None:
+        windows = expected
+    elif not isinstance(kinds, list) or not all(kind in (_WINDOW, _FULL) for kind in kinds):
+        config.fail(f"layer_types may have {_FULL} and {_WINDOW} only")
+    elif len(kinds) != shape.layers:
+        config.fail(f"layer_types has {len(kinds)} entries, expected one for each of {shape.layers} layers")
+    else:
+        windows = [kind == _WINDOW for kind in kinds]
+    if any(windows) and not family.window_period:
+        config.fail(f"layer_types: llama.cpp has no {_WINDOW} for this architecture")
+    if not any(windows):
+        if family.window_period and not family.windows_optional:  # it would end the process
+            config.fail(f"layer_types: llama.cpp needs {_WINDOW} in some layers of this architecture")
+        return {}
+    key = f"{family.name}.attention.sliding_window"
+    metadata: Metadata = {key: (GGUFValueType.UINT32, config.count("sliding_window", MAX_CONTEXT))}
+    if windows != expected:
+        metadata[f"{key}_pattern"] = (GGUFValueType.BOOL, windows)
+    return metadata
+
+
+def _periodic(period: int, layers: int) -> list[bool]:
+    """All layers but the last of each ``period``; with 0 none."""
+    return [bool(period) and (index + 1) % period != 0 for index in range(layers)]
 
 
 def rotary_parameters(config: Config) -> dict[str, Any]:
-    """``rope_parameters``, or ``rope_scaling`` with ``rope_theta``, under the former's names."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        config.fail("rope_parameters is not an object")
-    parameters = dict(given)
+    """``rope_parameters``, or ``rope_scaling`` with ``rope_theta``, under the former's names.
+
+    Those of layers that look at everything, where there are others.
+    """
+    given = _given_parameters(config)
+    parameters = dict(given.get(_FULL, {} if _WINDOW in given else given))
     parameters.setdefault("rope_theta", config.get("rope_theta"))
     parameters.setdefault("rope_type", parameters.get("type"))
     if parameters.get("original_max_position_embeddings") is None:
         parameters["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
     return parameters
+
+
+def _given_parameters(config: Config) -> dict[str, Any]:
+    """As config.json has them: parameters, or an object of them for each kind of layers."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for part in (given, *(given.get(kind, {}) for kind in (_FULL, _WINDOW) if isinstance(given, dict))):
+        if not isinstance(part, dict):
+            config.fail("rope_parameters is not an object")
+    if not config.architecture.local_base and (_FULL in given or _WINDOW in given):
+        config.fail("rope_parameters: llama.cpp has the same for all layers of this architecture")
+    return dict(given)
+
+
+def _local_base(config: Config) -> float | None:
+    """The rotary base of layers that look at a window, where they have their own."""
+    if not config.architecture.local_base:
+        return None
+    given = dict(_given_parameters(config).get(_WINDOW, {}))
+    kind, base = given.get("rope_type"), given.get("rope_theta", config.get("rope_local_base_freq"))
+    if kind not in (None, "default"):
+        config.fail(f"rope_parameters.{_WINDOW}: scaling of type {show(str(kind))} is not converted")
+    return config.real("rope_local_base_freq", base)
 
 
 _YARN: Final = {
@@ -168,11 +259,16 @@ def _rotary(config: Config, prefix: str) -> Metadata:
     given, metadata = rotary_parameters(config), Metadata()
     if given["rope_theta"] is not None:
         metadata[f"{prefix}.rope.freq_base"] = (real, config.real("rope_theta", given["rope_theta"]))
-    kind = given["rope_type"]
-    if kind in (None, "default", "llama3"):
+    local = _local_base(config)
+    if local is not None:
+        metadata[f"{prefix}.rope.freq_base_swa"] = (real, local)
+    kind, known = given["rope_type"], ", ".join(config.architecture.scalings)
+    if kind in (None, "default"):
         return metadata
-    if kind not in ("linear", "yarn"):
-        config.fail(f"rotary scaling of type {show(str(kind))} is not converted; linear, yarn and llama3 are")
+    if kind not in config.architecture.scalings:
+        config.fail(f"rotary scaling of type {show(str(kind))} is not converted here; {known} may be")
+    if kind == "llama3":
+        return metadata
     scaling = f"{prefix}.rope.scaling."
     metadata[f"{scaling}type"] = (text, kind)
     metadata[f"{scaling}factor"] = (real, config.real("rope_parameters.factor", given.get("factor")))

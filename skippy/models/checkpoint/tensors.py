@@ -136,11 +136,14 @@ def _expected(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         "attn_q.bias": (query,),
         "attn_k.bias": (key,),
         "attn_v.bias": (key,),
-        "attn_output.bias": (width,),
         "attn_q_norm.weight": (shape.head_dim,),
         "attn_k_norm.weight": (shape.head_dim,),
         "ffn_norm.weight": (width,),
     }
+    if shape.architecture.more_biases:
+        layer["attn_output.bias"] = (width,)
+    if shape.architecture.post_norms:
+        layer |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
     if shape.experts:
         inner, count = shape.expert_feed_forward, shape.experts
         layer |= {
@@ -155,10 +158,9 @@ def _expected(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
             "ffn_gate.weight": (width, inner),
             "ffn_down.weight": (inner, width),
             "ffn_up.weight": (width, inner),
-            "ffn_gate.bias": (inner,),
-            "ffn_down.bias": (width,),
-            "ffn_up.bias": (inner,),
         }
+        if shape.architecture.more_biases:
+            layer |= {"ffn_gate.bias": (inner,), "ffn_down.bias": (width,), "ffn_up.bias": (inner,)}
     for index in range(shape.layers):
         for name, dims in layer.items():
             yield f"blk.{index}.{name}", dims
