@@ -44,10 +44,9 @@ class RunningRequests:
     def cancel(self, request_id: str, key: KeyId | None) -> int:
         """End the requests with this id that were asked with ``key``. Does not wait; how many there were."""
         wanted = _Running(request_id, key)
-        tasks = [task for task, running in self._running.items() if running == wanted]
-        for task in tasks:
-            task.end(ApiError("the request was cancelled", status=CLIENT_CLOSED_REQUEST, code="cancelled"))
-        return len(tasks)
+        error = ApiError("the request was cancelled", status=CLIENT_CLOSED_REQUEST, code="cancelled")
+        # An answer that is whole is on its way to the client, though not out of the list.
+        return sum([task.end(error) for task, running in self._running.items() if running == wanted])
 
     def end_all(self, error: ApiError) -> None:
         """End every request with an error. Does not wait."""

@@ -171,11 +171,13 @@ class GenerationTask:
             raise self.error
         return [results[choice.index] for choice in self.choices]
 
-    def end(self, error: ApiError) -> None:
-        """End the answer with an error that says why. Does not wait."""
-        if self.outcome == "running":
-            self.error = error
-            self._scope.cancel()
+    def end(self, error: ApiError) -> bool:
+        """End the answer with an error that says why; whether it had not ended before. Does not wait."""
+        if self.outcome != "running":
+            return False
+        self.error = error
+        self._scope.cancel()
+        return True
 
     async def run(self) -> None:
         """Run to the end. Never raises but for cancellation from outside; that frees the lane too."""

@@ -6,9 +6,12 @@ import pytest
 import trio
 import trio.testing
 
+from skippy.frontend.caller import Caller
 from skippy.frontend.choices import ChoiceResult, Piece
 from skippy.frontend.errors import ApiError
 from skippy.frontend.generation import FinishReason, GenerationRequest
+from skippy.frontend.metrics import Metrics
+from skippy.frontend.requests import RunningRequests
 from skippy.frontend.running import SHUTTING_DOWN, GenerationTask
 from skippy.frontend.tools import THINK, AnswerReading, ToolFormat, collect as answer_of
 
@@ -24,6 +27,19 @@ def make(generator: ScriptedGenerator, *stops: str, max_tokens: int = 100) -> Ge
 
 async def collect(task: GenerationTask) -> str:
     return "".join([piece.text async for piece in task.events if piece is not None])
+
+
+async def test_an_answer_that_is_whole_cannot_be_ended() -> None:
+    """Nor is its client told so, while the request is still in the list of those that run."""
+    generator = ScriptedGenerator(say("abc"))
+    task = make(generator)
+    async with trio.open_nursery() as nursery:
+        requests = RunningRequests(Metrics(generator.status))
+        with requests.running(task, Caller(nursery=nursery, request_id="id")):
+            nursery.start_soon(task.run)
+            assert await collect(task) == "abc"
+            assert requests.cancel("id", None) == 0
+    assert (task.outcome, task.error) == ("completed", None)
 
 
 @pytest.mark.parametrize(
