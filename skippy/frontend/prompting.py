@@ -308,7 +308,7 @@ class PromptBuilder:
             except _TooLongError as error:
                 raise ApiError(str(error), param=param, code="context_length_exceeded") from None
             except ValueError as error:  # text that no tokenizer takes, such as a word of 100,000 letters
-                raise ApiError(f"the prompt cannot be tokenised: {error}") from error
+                raise ApiError(f"the prompt cannot be tokenised: {error}", param=param) from error
             span["prompt_tokens"] = len(tokens)
         return tokens
 

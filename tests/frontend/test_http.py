@@ -10,6 +10,7 @@ import httpx
 import pytest
 import trio
 
+from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.generation import ChainUnavailable, InvalidSampling, TooManyRequests
 from skippy.frontend.options import FrontendOptions
 from skippy.telemetry import Level, MemorySink, Telemetry, names
@@ -320,6 +321,27 @@ async def test_unknown_model_and_bad_tokens() -> None:
             answer = await http.post("/v1/completions", json=body)
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == param
+
+
+class _Unbreakable(ToyVocabulary):
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        raise ValueError("text has 100000 characters without a break")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", completion_body(["a", "b"]), "prompt"),
+        ("chat/completions", chat_body(), "messages"),
+        ("responses", {"model": MODEL, "input": "a"}, "input"),
+        ("messages", {**chat_body(), "max_tokens": 1}, "messages"),
+    ],
+)
+async def test_text_that_no_tokenizer_takes(path: str, body: dict[str, Any], param: str) -> None:
+    async with client(ScriptedGenerator(say("x"), vocabulary=_Unbreakable())) as http:
+        answer = await http.post(f"/v1/{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "without a break" in answer.json()["error"]["message"]
 
 
 async def test_body_limits() -> None:
