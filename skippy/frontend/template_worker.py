@@ -81,7 +81,7 @@ def render(template: str, context: dict[str, Any], max_bytes: int) -> str:
     """Render, and stop as soon as the output is larger than ``max_bytes`` of UTF-8."""
     parts: list[str] = []
     size = 0
-    for part in _compile(template).generate(**context):
+    for part in _compile(template).generate(context):
         size += len(part.encode("utf-8", "replace"))
         if size > max_bytes:
             raise OutputTooLarge

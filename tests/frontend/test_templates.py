@@ -63,6 +63,12 @@ async def test_renders(template: str, text: str) -> None:
         assert await renderer.render(template, chat("hé")) == text
 
 
+async def test_a_variable_may_have_any_name() -> None:
+    async with running() as renderer:
+        context = {**chat("x"), "self": 1, "context": 2, "range": 3}
+        assert await renderer.render("{{ context }}{{ range }}", context) == "23"
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
