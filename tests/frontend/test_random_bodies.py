@@ -165,7 +165,8 @@ def draw_some(strategy: st.SearchStrategy[Any]) -> list[Any]:
 def shortened(body: Any) -> Any:
     if isinstance(body, dict):
         for name, limit in LIMITS.items():
-            if isinstance(body.get(name), int) and body[name] > limit:
+            # -1 is the rest of the context.
+            if isinstance(body.get(name), int) and (body[name] > limit or body[name] == -1):
                 body[name] = limit
     return body
 
