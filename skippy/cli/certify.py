@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -97,8 +98,8 @@ def certify(
 
     Exit code 1: somewhere it may be cut, and is not the same.
     """
-    if record is not None and not record.absolute().parent.is_dir():
-        raise SettingError(f"--json: there is no folder {record.parent}")
+    if record is not None:
+        _check_record(record)
     recipe = checkpoint_recipe(checkpoint_quantization, checkpoint_imatrix)
     with ending_in_order(), _scratch() as folder:
         header = read_model(header_path(model, cache_dir=folder, recipe=recipe))
@@ -120,6 +121,15 @@ def certify(
         quantization = checkpoint_quantization or PRESERVE if trial.is_converted else None
         record.write_text(json.dumps(_record(trial, quantization, results), indent=1) + "\n")
     return FAILURE if any(result.verdict in ("differs", "failed") for result in results) else 0
+
+
+def _check_record(record: Path) -> None:
+    """What can be known of a file that is written after an hour of comparing."""
+    folder = record.absolute().parent
+    if not folder.is_dir():
+        raise SettingError(f"--json: there is no folder {record.parent}")
+    if not record.exists() and not os.access(folder, os.W_OK):
+        raise SettingError(f"--json: the folder {record.parent} cannot be written to")
 
 
 def parse_cuts(text: str, layers: int) -> list[tuple[int, ...]]:

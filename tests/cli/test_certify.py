@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -284,3 +285,13 @@ def test_what_cannot_be_asked_for(capsys: Capture, tmp_path: Path) -> None:
         outcome = run_cli(capsys, "certify", *arguments)
         assert (outcome.code, outcome.out) == (code, "")
         assert text in outcome.err
+
+
+def test_a_record_that_cannot_be_written_is_known_before_the_work(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_model(tmp_path / "llama.gguf", "llama")
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)
+    outcome = run_cli(capsys, "certify", model, "--json", tmp_path / "r.json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "cannot be written to" in outcome.err
