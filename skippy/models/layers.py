@@ -29,6 +29,9 @@ LEADING_COUNTS = ("leading_dense_block_count", "hash_layer_count")
 MOST_LAYERS = 512
 """What llama.cpp takes."""
 
+MOST_FACTS = 32
+"""By which layers of a model differ; real ones have up to six. Choosing spare layers takes time for each."""
+
 Kinds = frozenset[tuple[str, Scalar]]
 
 
@@ -200,6 +203,9 @@ def kinds_of(header: GGUFHeader, family: Family, count: int) -> list[Kinds]:
         for index, kind in enumerate(found):
             if not _lacks_cache(header, family, index):
                 kind.add(("cache", True))
+    facts = len(set().union(*found))
+    if facts > MOST_FACTS:
+        raise GGUFError(header.path, f"damaged: its layers differ in {facts} ways, at most {MOST_FACTS} do")
     return [frozenset(kind) for kind in found]
 
 

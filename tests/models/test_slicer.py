@@ -23,6 +23,7 @@ from skippy.models import (
     TensorInfo,
     UnsupportedArchitectureError,
     plan_slice,
+    possible_cuts,
     slice_bytes,
     write_slice,
 )
@@ -325,13 +326,25 @@ def test_as_many_layers_as_change_the_arithmetic(tmp_path: Path) -> None:
 def test_more_layers_than_the_type_of_their_number_holds(tmp_path: Path) -> None:
     metadata = {
         "block_count": {"value": 127, "type": "INT8"},
-        "attention.compress_ratios": list(range(127)),  # so that all differ
+        "attention.compress_ratios": [0] * 126 + [4],
     }
     header = GGUFHeader.read(write_tiny_model(tmp_path / "m.gguf", "llama", 127, metadata=metadata))
-    plan = plan_slice(header, 60, 126)
+    plan = plan_slice(header, 0, 126)
     assert len(plan.picks.all) > 127
     write_plan(plan, tmp_path / "s.gguf")
     assert GGUFHeader.read(tmp_path / "s.gguf").count("llama.block_count") == len(plan.picks.all)
+
+
+def test_layers_that_differ_in_too_many_ways(tmp_path: Path) -> None:
+    """Of 512 that all differ, choosing spare layers for every cut would take minutes."""
+    for ways, refused in ((32, False), (33, True)):
+        metadata = {"attention.compress_ratios": list(range(ways))}
+        header = GGUFHeader.read(write_tiny_model(tmp_path / "m.gguf", "llama", 40, metadata=metadata))
+        if refused:
+            with pytest.raises(GGUFError, match="its layers differ in 33 ways, at most 32 do"):
+                possible_cuts(header)
+        else:
+            assert len(possible_cuts(header)) == 39
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
