@@ -14,6 +14,7 @@ from gguf import GGUFValueType
 from skippy.engine import EngineError, EngineOptions, ModelLoadError, Vocabulary
 from skippy.engine.llama import LlamaEngine
 from skippy.models import GGUFHeader, SliceInfo, write_slice
+from skippy.models.tiny import write_tiny_model
 from tests.support.tiny_models import write_tiny
 
 from .chains import Kind
@@ -145,6 +146,7 @@ from pathlib import Path
 from skippy.engine import EngineOptions
 from skippy.engine.llama import LlamaEngine
 from skippy.models import GGUFHeader, SliceInfo, write_slice
+from skippy.models.tiny import write_tiny_model
 
 engine = LlamaEngine.load(SliceInfo.from_file(Path(sys.argv[1])), EngineOptions(n_threads=1))
 text = " " + "a" * 65536
@@ -226,6 +228,20 @@ def test_more_layers_than_llama_cpp_takes(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "m.gguf", layers=513, width=4, heads=1, kv_heads=1, feed_forward=4)
     with pytest.raises(ModelLoadError, match="has 513 layers, llama.cpp takes 512"):
         LlamaEngine.load(SliceInfo.from_file(model), EngineOptions(n_threads=1))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama4"])
+def test_windows_that_no_layer_has(name: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "m.gguf", name, metadata={"attention.sliding_window_pattern": [0]})
+    with pytest.raises(ModelLoadError, match=r"sliding_window_pattern no layer has a window"):
+        LlamaEngine.load(SliceInfo.from_file(model), EngineOptions(n_threads=1))
+
+
+@pytest.mark.parametrize("name", ["deepseek4", "lfm2"])
+def test_windows_that_no_layer_needs(name: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "m.gguf", name, metadata={"attention.sliding_window_pattern": [0]})
+    engine = LlamaEngine.load(SliceInfo.from_file(model), EngineOptions(n_threads=1))
+    engine.close()
 
 
 def test_a_vocabulary_with_a_text_twice(tmp_path: Path) -> None:

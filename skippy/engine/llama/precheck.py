@@ -14,6 +14,7 @@ from skippy.models.layers import MOST_LAYERS
 
 _MOST_EXPERTS: Final = 1024  # compiled into llama.cpp
 _ROPE_SCALINGS: Final = ("none", "linear", "yarn", "longrope")
+_WINDOWS_AT_WILL: Final = ("deepseek4", "lfm2")  # whose caches do without a layer that has a window
 _EPSILONS: Final = ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon")
 
 
@@ -38,6 +39,7 @@ def _check_numbers(header: GGUFHeader, info: SliceInfo) -> None:
     if layers > MOST_LAYERS:
         raise ModelLoadError(f"{info.path}: has {layers} layers, llama.cpp takes {MOST_LAYERS}")
     _check_experts(header, info)
+    _check_windows(header, info)
     scaling = header.value(f"{prefix}.rope.scaling.type")
     if scaling is not None and scaling not in _ROPE_SCALINGS:
         raise ModelLoadError(
@@ -63,6 +65,20 @@ def _check_experts(header: GGUFHeader, info: SliceInfo) -> None:
     if groups > 1 and (experts % groups or not 0 < used_groups < groups):
         raise ModelLoadError(
             f"{info.path}: {experts} experts in {groups} groups, of which {used_groups} are used"
+        )
+
+
+def _check_windows(header: GGUFHeader, info: SliceInfo) -> None:
+    prefix = f"{info.architecture}.attention.sliding_window"
+    pattern = header.value(f"{prefix}_pattern")
+    if (
+        header.value(prefix)
+        and isinstance(pattern, LazyArray)
+        and info.architecture not in _WINDOWS_AT_WILL
+        and not any(itertools.islice(pattern, MOST_LAYERS))
+    ):
+        raise ModelLoadError(
+            f"{info.path}: {prefix} is {header.value(prefix)}, and by {prefix}_pattern no layer has a window"
         )
 
 
