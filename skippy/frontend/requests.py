@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
@@ -44,11 +44,17 @@ class RunningRequests:
     def cancel(self, request_id: str, key: KeyId | None) -> int:
         """End the requests with this id that were asked with ``key``. Does not wait; how many there were."""
         wanted = _Running(request_id, key)
-        error = ApiError("the request was cancelled", status=CLIENT_CLOSED_REQUEST, code="cancelled")
         # An answer that is whole is on its way to the client, though not out of the list.
-        return sum([task.end(error) for task, running in self._running.items() if running == wanted])
+        return self._end(
+            [task for task, running in self._running.items() if running == wanted],
+            lambda: ApiError("the request was cancelled", status=CLIENT_CLOSED_REQUEST, code="cancelled"),
+        )
 
-    def end_all(self, error: ApiError) -> None:
+    def end_all(self, error: Callable[[], ApiError]) -> None:
         """End every request with an error. Does not wait."""
-        for task in self._running:
-            task.end(error)
+        self._end(list(self._running), error)
+
+    @staticmethod
+    def _end(tasks: Sequence[GenerationTask], error: Callable[[], ApiError]) -> int:
+        """Each task raises an error of its own: one that many raise would gather all their tracebacks."""
+        return sum([task.end(error()) for task in tasks])

@@ -75,7 +75,7 @@ class CompletionService:
     def shut_down(self) -> None:
         """End all generations with an error; refuse new ones. Does not wait."""
         self.refuse()
-        self.requests.end_all(ApiError(SHUTTING_DOWN, status=503))
+        self.requests.end_all(lambda: ApiError(SHUTTING_DOWN, status=503))
 
     async def chat(self, request: ChatRequest, caller: Caller) -> Response:
         """Answer ``POST /v1/chat/completions``.
