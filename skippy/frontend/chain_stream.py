@@ -227,7 +227,7 @@ class ChainStream:
         self._recovery.close()
         lane = self._admission.lane
         lane.left = self._request.namespace, [*self._request.prompt, *self._tokens]
-        self._restorer.record_answer(self._request, self._tokens, self._era)
+        self._restorer.record_answer(self._request, self._tokens, self._era, audited=self._audited)
         work, now = self._admission.work, trio.current_time()
         first = now if work.first_token_at is None else work.first_token_at
         self.timings.prompt_ms, self.timings.answer_ms = 1000 * (first - work.began), 1000 * (now - first)

@@ -119,11 +119,18 @@ class Restorer:
             request.namespace, request.prompt, request.sampling, metadata=_metadata(request)
         )
 
-    def record_answer(self, request: GenerationRequest, tokens: Sequence[int], era: int) -> None:
-        """Remember what a request was given that began in ``era``."""
+    def record_answer(
+        self, request: GenerationRequest, tokens: Sequence[int], era: int, *, audited: bool = False
+    ) -> None:
+        """Remember what a request was given that began in ``era``; ``audited``: it was computed afresh."""
         if tokens and self._answers is not None and era == self.era:
             self._answers.record(
-                request.namespace, request.prompt, request.sampling, tokens, metadata=_metadata(request)
+                request.namespace,
+                request.prompt,
+                request.sampling,
+                tokens,
+                metadata=_metadata(request),
+                audited=audited,
             )
 
     async def plan(self, request: GenerationRequest, generated: Sequence[int], *, audit: bool) -> Plan:

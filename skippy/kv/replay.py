@@ -84,7 +84,7 @@ class ReplayCounters:
     Attributes:
         hits, misses: questions that could have been answered, by whether they were.
         records: answers that were new, or longer than what was known.
-        conflicts: answers that differed from what is known, and were not recorded.
+        conflicts: answers that differed from what is known, and were not recorded unless audited.
     """
 
     hits: int = 0
@@ -136,10 +136,12 @@ class ReplayCache:
         tokens: Sequence[int],
         *,
         metadata: str | None = None,
+        audited: bool = False,
     ) -> None:
         """Remember the first of ``tokens``, generated after ``prompt``.
 
-        What is known stays, unless the answer begins with it and is longer.
+        What is known stays, unless the answer begins with it and is longer, or it was computed to check what
+        is remembered: then another answer replaces what is known, which may come from what was wrong.
         """
         tokens = tuple(tokens[:MAX_REPLAY_TOKENS])
         if not tokens or not self._can_know(prompt, sampling):
@@ -149,7 +151,9 @@ class ReplayCache:
         common = min(len(known), len(tokens))
         if known[:common] != tokens[:common]:
             self.counters.conflicts += 1
-            return
+            if not audited:
+                return
+            known = ()
         if len(tokens) > len(known):
             self._answers[key] = tokens
             self.counters.records += 1

@@ -149,6 +149,10 @@ def test_what_is_known_stays() -> None:
     cache.record("", PROMPT, GREEDY, [2])
     assert cache.find("", PROMPT, GREEDY) == (1, 2, 3)
     assert (cache.counters.records, cache.counters.conflicts) == (1, 2)
+    cache.record("", PROMPT, GREEDY, [1, 2], audited=True)
+    assert cache.find("", PROMPT, GREEDY) == (1, 2, 3)
+    cache.record("", PROMPT, GREEDY, [1, 5], audited=True)
+    assert cache.find("", PROMPT, GREEDY) == (1, 5)
     cache.clear()
     assert cache.find("", PROMPT, GREEDY) == ()
 
