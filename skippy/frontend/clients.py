@@ -18,7 +18,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -27,8 +27,10 @@ from hypercorn.events import Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
+from hypercorn.typing import AppWrapper, ConnectionState
 from quart_trio import QuartTrio
+
+from skippy.stage.nurseries import leaves
 
 from .http1 import EnvelopeProtocol
 
@@ -186,6 +188,31 @@ class _ClientServer(TCPServer):
         await self.idle_task.stop()
 
 
+class _Interruptible:
+    """The application of one connection, which ends where what is to end the program has hit a request.
+
+    Trio delivers a Ctrl-C to whichever task runs, and hypercorn logs whatever a group of errors holds.
+
+    Attributes:
+        error: KeyboardInterrupt or its like.
+    """
+
+    def __init__(self, app: AppWrapper, end: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._app = app
+        self._end = end
+
+    async def __call__(self, *arguments: Any) -> None:
+        try:
+            await self._app(*arguments)
+        except BaseExceptionGroup as group:
+            for error in leaves(group):
+                if not isinstance(error, Exception | trio.Cancelled):
+                    self.error = error
+                    self._end()
+            raise
+
+
 class ClientConnections:
     """The open connections, and the way to end them all.
 
@@ -214,20 +241,24 @@ class ClientConnections:
         guarded = GuardedStream(stream, self._stall_secs, self._changed.unpark_all)
         self._open.add(guarded)
         state = ConnectionState({})
+        app = _Interruptible(self._app, guarded.gone.cancel)
         try:
             with guarded.gone:
                 async with trio.open_nursery() as nursery:
                     # Hypercorn's annotation asks for TLS streams only.
-                    server = _ClientServer(self._app, self._config, self._context, state, guarded)  # type: ignore[arg-type]
+                    server = _ClientServer(app, self._config, self._context, state, guarded)  # type: ignore[arg-type]
                     nursery.start_soon(guarded.read_ahead, server.probe)
                     await server.run()
                     nursery.cancel_scope.cancel()
         except Exception:
-            logger.exception("a connection failed")
+            if app.error is None:
+                logger.exception("a connection failed")
         finally:
             self._open.discard(guarded)
             stream.socket.close()
             self._changed.unpark_all()
+        if app.error is not None:
+            raise app.error
 
     def _drop_idlest(self) -> bool:
         """Make room for another connection; False if all are busy."""

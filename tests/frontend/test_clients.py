@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import httpx
 import pytest
 import trio
 import trio.testing
@@ -17,7 +20,7 @@ from skippy.frontend import clients
 from skippy.frontend.app import create_app
 from skippy.frontend.clients import ClientConnections
 
-from .support import ScriptedGenerator, completion_body, reset, say
+from .support import ScriptedGenerator, completion_body, reset, say, serving
 
 
 @asynccontextmanager
@@ -147,3 +150,21 @@ async def test_a_new_client_takes_the_place_of_the_idlest(monkeypatch: pytest.Mo
         assert generator.active == 1
         for stream in (busy, first, second, new):
             await stream.aclose()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_interrupt_that_hits_a_request_ends_the_server(stream: bool) -> None:
+    """Trio raises it in whichever task runs when the signal comes."""
+
+    def script(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    async def ask() -> None:
+        async with serving(ScriptedGenerator(script)) as url, httpx.AsyncClient(base_url=url) as http:
+            with contextlib.suppress(httpx.HTTPError):
+                await http.post("/v1/completions", json=completion_body(stream=stream))
+            await trio.sleep_forever()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await ask()
+    assert caught.value.split(KeyboardInterrupt)[1] is None
