@@ -206,10 +206,10 @@ class _Interruptible:
         try:
             await self._app(*arguments)
         except BaseExceptionGroup as group:
-            for error in leaves(group):
-                if not isinstance(error, Exception | trio.Cancelled):
-                    self.error = error
-                    self._end()
+            fatal = (error for error in leaves(group) if not isinstance(error, Exception | trio.Cancelled))
+            self.error = next(fatal, None)
+            if self.error is not None:
+                self._end()
             raise
 
 

@@ -8,13 +8,22 @@ single characters; one that is not is a single regular expression, which is much
 
 from __future__ import annotations
 
-import graphlib
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-import attrs
+from .gbnf_rules import (
+    Chars,
+    Choice,
+    Item,
+    Repeated,
+    Rule,
+    Token,
+    has_tokens,
+    names_in,
+    productive,
+    recursive,
+)
 
 MAX_CHARACTERS: Final = 64 * 1024
 MAX_DEPTH: Final = 27
@@ -40,43 +49,6 @@ class GbnfError(ValueError):
     """What is wrong with a grammar, and where."""
 
 
-@attrs.frozen(slots=True)
-class _Chars:
-    """One character out of some ranges, or out of all others."""
-
-    ranges: tuple[tuple[int, int], ...]
-    negated: bool = False
-
-
-@attrs.frozen(slots=True)
-class _Token:
-    """One token of the vocabulary, as Lark writes it."""
-
-    text: str
-
-
-@attrs.frozen(slots=True)
-class _Rule:
-    name: str
-
-
-@attrs.frozen(slots=True)
-class _Repeated:
-    item: _Item
-    least: int
-    most: int | None
-
-
-@attrs.frozen(slots=True)
-class _Choice:
-    """Sequences, one of which is taken."""
-
-    sequences: tuple[tuple[_Item, ...], ...]
-
-
-_Item = _Chars | _Token | _Rule | _Repeated | _Choice
-
-
 def gbnf_to_lark(text: str) -> str:
     """The same language in Lark.
 
@@ -86,16 +58,18 @@ def gbnf_to_lark(text: str) -> str:
     if len(text) > MAX_CHARACTERS:
         raise GbnfError(f"it has {len(text)} characters; at most {MAX_CHARACTERS} are allowed")
     rules = _Parser(text).rules()
-    uses = {name: _names(body) for name, body in rules.items()}
+    uses = {name: names_in(body) for name, body in rules.items()}
     for name, used in uses.items():
         for other in used:
             if other not in rules:
                 raise GbnfError(f"rule {name!r} uses {other!r}, which is not defined")
     if "root" not in rules:
         raise GbnfError("there is no rule named 'root'")
-    rules = _productive(rules)
-    uses = {name: _names(body) for name, body in rules.items()}
-    regular = not _recursive(uses) and not any(_has_tokens(body) for body in rules.values())
+    rules = productive(rules)
+    if "root" not in rules:
+        raise GbnfError("no text fits it: rule 'root' never comes to an end")
+    uses = {name: names_in(body) for name, body in rules.items()}
+    regular = not recursive(uses) and not any(has_tokens(body) for body in rules.values())
     # Lark: names of regular expressions are upper case, those of other rules lower case.
     names = {name: f"{'R' if regular else 'r'}{index}" for index, name in enumerate(rules)}
     lines = [f"start: {names['root']}"]
@@ -103,121 +77,20 @@ def gbnf_to_lark(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _productive(rules: dict[str, _Choice]) -> dict[str, _Choice]:
-    """Without the alternatives that never come to an end, such as all of ``a ::= "x" a``."""
-    ends = _ending(rules)
-    if "root" not in ends:
-        raise GbnfError("no text fits it: rule 'root' never comes to an end")
-    kept = {name: _without(body, ends) for name, body in rules.items()}
-    return {name: body for name, body in kept.items() if isinstance(body, _Choice)}
-
-
-@attrs.define(slots=True, eq=False)
-class _Ending:
-    """A sequence of which something has not been shown to end: a rule, or a choice within it.
-
-    Attributes:
-        of: what ends where the sequence does.
-        missing: how much of it that is.
-    """
-
-    of: str | int
-    missing: int
-
-
-def _ending(rules: dict[str, _Choice]) -> set[str]:
-    """The rules that come to an end. Looks at each item once, in whatever order rules use one another."""
-    waiting: dict[str | int, list[_Ending]] = defaultdict(list)
-    ready: list[str | int] = []
-    choices: list[tuple[str | int, _Choice]] = list(rules.items())
-    number = 0
-    for key, choice in choices:  # which grows
-        for sequence in choice.sequences:
-            ending = _Ending(key, 0)
-            for item in sequence:
-                while isinstance(item, _Repeated) and item.least:
-                    item = item.item
-                if not isinstance(item, _Rule | _Choice):
-                    continue
-                if isinstance(item, _Choice):
-                    number += 1
-                    choices.append((number, item))
-                waiting[item.name if isinstance(item, _Rule) else number].append(ending)
-                ending.missing += 1
-            if not ending.missing:
-                ready.append(key)
-    ended: set[str | int] = set()
-    while ready:
-        key = ready.pop()
-        if key not in ended:
-            ended.add(key)
-            for ending in waiting[key]:
-                ending.missing -= 1
-                if not ending.missing:
-                    ready.append(ending.of)
-    return {key for key in ended if isinstance(key, str)}
-
-
-def _without(item: _Item, ends: set[str]) -> _Item | None:
-    """An item without what refers to other rules than these; None where nothing is left."""
-    if isinstance(item, _Rule):
-        return item if item.name in ends else None
-    if isinstance(item, _Repeated):
-        inner = _without(item.item, ends)
-        if inner is not None:
-            return _Repeated(inner, item.least, item.most)
-        return None if item.least else _Choice(((),))
-    if isinstance(item, _Choice):
-        sequences = []
-        for sequence in item.sequences:
-            left = [_without(inner, ends) for inner in sequence]
-            if None not in left:
-                sequences.append(tuple(inner for inner in left if inner is not None))
-        return _Choice(tuple(sequences)) if sequences else None
-    return item
-
-
-def _names(item: _Item) -> set[str]:
-    if isinstance(item, _Rule):
-        return {item.name}
-    if isinstance(item, _Repeated):
-        return _names(item.item)
-    if isinstance(item, _Choice):
-        return {name for sequence in item.sequences for inner in sequence for name in _names(inner)}
-    return set()
-
-
-def _has_tokens(item: _Item) -> bool:
-    if isinstance(item, _Repeated):
-        return _has_tokens(item.item)
-    if isinstance(item, _Choice):
-        return any(_has_tokens(inner) for sequence in item.sequences for inner in sequence)
-    return isinstance(item, _Token)
-
-
-def _recursive(uses: dict[str, set[str]]) -> bool:
-    """Whether a rule uses itself, perhaps by way of others."""
-    try:
-        graphlib.TopologicalSorter(uses).prepare()
-    except graphlib.CycleError:
-        return True
-    return False
-
-
-def _lark(item: _Item, names: dict[str, str]) -> str:
-    if isinstance(item, _Rule):
+def _lark(item: Item, names: dict[str, str]) -> str:
+    if isinstance(item, Rule):
         return names[item.name]
-    if isinstance(item, _Token):
+    if isinstance(item, Token):
         return item.text
-    if isinstance(item, _Chars):
+    if isinstance(item, Chars):
         inside = "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in item.ranges)
         return f"/[{'^' if item.negated else ''}{inside}]/"
-    if isinstance(item, _Repeated):
+    if isinstance(item, Repeated):
         most = "" if item.most is None else item.most
         return f"({_lark(item.item, names)}){{{item.least},{most}}}"
     return " | ".join(
         " ".join(
-            f"({_lark(inner, names)})" if isinstance(inner, _Choice) else _lark(inner, names)
+            f"({_lark(inner, names)})" if isinstance(inner, Choice) else _lark(inner, names)
             for inner in sequence
         )
         or '""'
@@ -233,8 +106,8 @@ class _Parser:
         self._at = 0
         self._items = 0
 
-    def rules(self) -> dict[str, _Choice]:
-        rules: dict[str, _Choice] = {}
+    def rules(self) -> dict[str, Choice]:
+        rules: dict[str, Choice] = {}
         self._space(lines=True)
         while self._at < len(self._text):
             name = self._name()
@@ -279,16 +152,16 @@ class _Parser:
     def _next(self) -> str:
         return self._text[self._at : self._at + 1]
 
-    def _choice(self, depth: int) -> _Choice:
+    def _choice(self, depth: int) -> Choice:
         sequences = [self._sequence(depth)]
         while self._next == "|":
             self._at += 1
             self._space(lines=True)
             sequences.append(self._sequence(depth))
-        return _Choice(tuple(sequences))
+        return Choice(tuple(sequences))
 
-    def _sequence(self, depth: int) -> tuple[_Item, ...]:
-        items: list[_Item] = []
+    def _sequence(self, depth: int) -> tuple[Item, ...]:
+        items: list[Item] = []
         while True:
             found = self._atom(depth)
             if found is None:
@@ -301,7 +174,7 @@ class _Parser:
             self._space(lines=depth > 0)
             items += self._repeated(found, depth)
 
-    def _repeated(self, found: Sequence[_Item], depth: int) -> Sequence[_Item]:
+    def _repeated(self, found: Sequence[Item], depth: int) -> Sequence[Item]:
         suffixes = 0
         while self._next in ("*", "+", "?", "{") and self._next:
             suffixes += 1
@@ -309,8 +182,8 @@ class _Parser:
                 raise self._error(f"more than {MAX_SUFFIXES} repetitions of repetitions")
             least, most = self._times()
             self._space(lines=depth > 0)
-            inner = found[0] if len(found) == 1 else _Choice((tuple(found),))
-            found = [_Repeated(inner, least, most) if most != 0 else _Choice(((),))]
+            inner = found[0] if len(found) == 1 else Choice((tuple(found),))
+            found = [Repeated(inner, least, most) if most != 0 else Choice(((),))]
         return found
 
     def _times(self) -> tuple[int, int | None]:
@@ -327,7 +200,7 @@ class _Parser:
             raise self._error(f"from {least} to {most} repetitions")
         return least, most
 
-    def _atom(self, depth: int) -> Sequence[_Item] | None:
+    def _atom(self, depth: int) -> Sequence[Item] | None:
         sign = self._next
         if sign == '"':
             return self._string()
@@ -335,7 +208,7 @@ class _Parser:
             return [self._class()]
         if sign == ".":
             self._at += 1
-            return [_Chars(((0, 0xD7FF), (0xE000, _LAST)))]
+            return [Chars(((0, 0xD7FF), (0xE000, _LAST)))]
         if sign == "(":
             if depth >= MAX_DEPTH:
                 raise self._error(f"parentheses more than {MAX_DEPTH} deep")
@@ -348,18 +221,18 @@ class _Parser:
             return [inner]
         if sign in ("<", "!") and sign:
             return [self._token()]
-        return [_Rule(self._name())] if _NAME.match(self._text, self._at) else None
+        return [Rule(self._name())] if _NAME.match(self._text, self._at) else None
 
-    def _string(self) -> Sequence[_Item]:
+    def _string(self) -> Sequence[Item]:
         self._at += 1
-        chars: list[_Item] = []
+        chars: list[Item] = []
         while self._next != '"':
             code = self._char()
-            chars.append(_Chars(((code, code),)))
+            chars.append(Chars(((code, code),)))
         self._at += 1
-        return chars or [_Choice(((),))]
+        return chars or [Choice(((),))]
 
-    def _class(self) -> _Chars:
+    def _class(self) -> Chars:
         self._at += 1
         negated = self._next == "^"
         self._at += negated
@@ -375,7 +248,7 @@ class _Parser:
         self._at += 1
         if not ranges:
             raise self._error("a class without characters")
-        return _Chars(tuple(ranges), negated)
+        return Chars(tuple(ranges), negated)
 
     def _char(self) -> int:
         sign = self._next
@@ -397,11 +270,11 @@ class _Parser:
             raise self._error(f"U+{code:04X} is no character")
         return code
 
-    def _token(self) -> _Token:
+    def _token(self) -> Token:
         match = self._take(_TOKEN, "<[token id]> or <name of a special token>")
         negated, number, name = match[1], match[2], match[3]
         if number is not None:
-            return _Token(f"<[{'^' if negated else ''}{int(number)}]>")
+            return Token(f"<[{'^' if negated else ''}{int(number)}]>")
         if negated:
             raise self._error("a token that is ruled out must be given by its id, as in !<[42]>")
-        return _Token(f"<{name}>")
+        return Token(f"<{name}>")
