@@ -11,11 +11,24 @@ from skippy.protocol import MessageKind, ReplyKind, is_hit
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
 from tests.stage.test_restores import fused
 from tests.support.cached import cache_of, cached_cluster, complete, configure, counters
-from tests.support.driver import driver_of
+from tests.support.cluster import Cluster
+from tests.support.driver import Driver, driver_of
 
 K = MessageKind
 LAST = len(PROMPT) - 1
 OTHER = [256, *b"quite another prompt"]
+
+
+async def miss_on_the_last_stage(cluster: Cluster, driver: Driver) -> None:
+    """Ask for the prompt once more, of which the last stage has nothing left."""
+    await complete(driver, PROMPT, 3)
+    await wait_for_sequences(cluster)
+    cache = cache_of(cluster, 2)
+    for entry in cache.index.entries():
+        cache.forget(entry)
+    driver.request_id += 2
+    await configure(driver)
+    assert (await fused(driver, PROMPT)).kind is ReplyKind.ACK
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -33,14 +46,7 @@ async def test_a_request_that_has_missed_does_not_wait_for_one_that_waits_for_it
             trio.open_nursery() as nursery,
         ):
             second.request_id = 101
-            await complete(driver, PROMPT, 3)
-            await wait_for_sequences(cluster)
-            cache = cache_of(cluster, 2)
-            for entry in cache.index.entries():
-                cache.forget(entry)
-            driver.request_id += 2
-            await configure(driver)
-            assert (await fused(driver, PROMPT)).kind is ReplyKind.ACK
+            await miss_on_the_last_stage(cluster, driver)
             second.prompt_tokens = len(OTHER)
             await configure(second)
             # Acknowledged as it has come; its rows wait for a sequence, where there is but one.
@@ -79,14 +85,7 @@ async def test_a_request_whose_prefix_cannot_be_imported_keeps_its_place(
             trio.open_nursery() as nursery,
         ):
             second.request_id = 101
-            await complete(driver, PROMPT, 3)
-            await wait_for_sequences(cluster)
-            cache = cache_of(cluster, 2)
-            for entry in cache.index.entries():
-                cache.forget(entry)
-            driver.request_id += 2
-            await configure(driver)
-            assert (await fused(driver, PROMPT)).kind is ReplyKind.ACK
+            await miss_on_the_last_stage(cluster, driver)
             states = cache_of(cluster, 0).states
             assert states is not None
             await states.writer.wait_idle()
