@@ -66,7 +66,16 @@ class FusedRestores(Restores):
             return
         if not stale:
             self._machine.restore_missed()
+            await self._give_back_restored(message)
         await self._pass_on_miss(message)
+
+    async def _give_back_restored(self, message: Message) -> None:
+        """After a miss no stage holds what another question has restored, and stage 0 passes no miss on."""
+        if self._session is not None:
+            self._session.unrestore()
+        if self._context.stage_index == 0:
+            await self._empty_below(message)
+        self._below = 0
 
     async def _restore_whole(self, message: Message) -> RememberedSession | None:
         """The session, with all of the prefix; None where this stage has not all of it."""

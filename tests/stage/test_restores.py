@@ -302,6 +302,29 @@ async def test_a_fused_restore_that_one_stage_misses(forgetful: int, then: str) 
             assert (again.restored, again.tokens) == (LAST, expected)
 
 
+@pytest.mark.parametrize("poor", [0, 1, 2])
+async def test_a_fused_restore_misses_behind_a_restore_of_less(poor: int) -> None:
+    """After a miss no stage holds anything, nor what a question before it had restored."""
+    longer = [*PROMPT, *b" and more"]
+    expected = unsplit_tokens(longer, 5)
+    with trio.fail_after(20):
+        async with cached_cluster(3) as cluster, driver_of(cluster) as driver:
+            await complete(driver, longer, 1)
+            cache_of(cluster, poor).forget_all("all")
+            await complete(driver, PROMPT, 1)
+            driver.request_id += 2
+            driver.prompt_tokens = len(longer)
+            await configure(driver)
+            some = await driver.ask(K.TRY_RESTORE_PREFILL, 0, longer[:-1])
+            assert 0 < (some.predicted or 0) < len(longer) - 1
+            assert (await fused(driver, longer)).kind is ReplyKind.ACK
+            await driver.ask(K.PREFILL_EMBD, 0, longer[:-1])
+            for step, token in enumerate([longer[-1], *expected[:-1]]):
+                assert await driver.decode(len(longer) - 1 + step, token) == expected[step]
+            await driver.ask(K.STOP)
+            await wait_for_sequences(cluster)
+
+
 @all_chains
 async def test_who_takes_all_or_nothing_gets_all_or_nothing(stages: int) -> None:
     """A driver that did not agree to less than it asks for, as a plain peer never does."""
