@@ -9,13 +9,6 @@ import socket
 
 import click
 
-from skippy.config import ConfigError
-from skippy.engine import EngineError
-from skippy.models import LayerRangeError, ModelError
-from skippy.stage import StageError, StageStartError
-from skippy.stage.nurseries import leaves
-from skippy.topology import PlanError
-
 USAGE = 2
 FAILURE = 1
 
@@ -37,6 +30,14 @@ def explain(error: BaseException) -> tuple[str, int] | None:
 
     Of an exception group, the first that can be explained counts, if all others can be too.
     """
+    # Not above: whoever raises one of these has imported it, and who raises none need not.
+    from skippy.config import ConfigError
+    from skippy.engine import EngineError
+    from skippy.models import LayerRangeError, ModelError
+    from skippy.stage import StageError, StageStartError
+    from skippy.stage.nurseries import leaves
+    from skippy.topology import PlanError
+
     if isinstance(error, BaseExceptionGroup):
         explained = [explain(inner) for inner in leaves(error)]
         return explained[0] if all(explained) else None

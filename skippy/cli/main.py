@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import click
 
 from skippy import __version__
 
-from . import (
-    certify,
-    chat,
-    child,
-    config_docs,
-    example,
-    failure_table,
-    kv,
-    models,
-    run,
-    serve,
-    sim,
-    top,
-)
 from .errors import explain, report
 
+_COMMANDS: Final[Mapping[str, str]] = {
+    "run": "run:run",
+    "chat": "chat:chat",
+    "kv": "kv:kv",
+    "top": "top:top",
+    "inspect": "models:inspect",
+    "slice": "models:slice_",
+    "package": "models:package",
+    "fetch": "models:fetch_",
+    "certify": "certify:certify",
+    "serve-binary": "serve:serve_binary",
+    "serve-openai": "serve:serve_openai",
+    "serve": "serve:serve",
+    "example-config": "example:example_config",
+    "sim": "sim:sim",
+    "failure-table": "failure_table:failure_table",
+    "stage-child": "child:stage_child",
+    "config-docs": "config_docs:config_docs",
+}
+"""Where each command is: a module of this package, and a name in it."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for: all of them take seconds, and every stage is a process."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        place = _COMMANDS.get(cmd_name)
+        if place is None:
+            return None
+        module, name = place.split(":")
+        command: Any = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="skippy")
 def cli() -> None:
     """Staged LLM inference: a model cut into layer ranges, one process per range, one OpenAI endpoint."""
-
-
-for command in (
-    run.run,
-    chat.chat,
-    kv.kv,
-    top.top,
-    models.inspect,
-    models.slice_,
-    models.package,
-    models.fetch_,
-    certify.certify,
-    serve.serve_binary,
-    serve.serve_openai,
-    serve.serve,
-    example.example_config,
-    sim.sim,
-    failure_table.failure_table,
-    child.stage_child,
-    config_docs.config_docs,
-):
-    cli.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

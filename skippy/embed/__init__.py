@@ -14,6 +14,8 @@ which model they are of, ``endpoint`` opens HTTP on it. Import the names below f
 frame, a token or a request passes through, command lines, signals, processes.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from skippy.stage import (
     ControlPiece,
     InventoryEntry,
@@ -27,8 +29,10 @@ from skippy.stage import (
 )
 from skippy.stage.links import MemoryTransport, TcpTransport, Transport
 
-from .endpoint import OpenAIEndpoint, open_openai
 from .stages import open_stage
+
+if TYPE_CHECKING:
+    from .endpoint import OpenAIEndpoint, open_openai
 
 __all__ = [
     "ControlPiece",
@@ -47,3 +51,12 @@ __all__ = [
     "open_openai",
     "open_stage",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """HTTP is imported by who asks for it: of a chain's stages that is one."""
+    if name in ("OpenAIEndpoint", "open_openai"):
+        from . import endpoint
+
+        return getattr(endpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,22 +13,22 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
 from skippy import embed
-from skippy.cli import run
-from skippy.cli.demo import DemoOptions
 from skippy.cli.launch import Chain, Child
 from skippy.cli.main import main
 from skippy.cli.sockets import endpoint_of, listen_on
 from skippy.config import Endpoint, OpenAIOptions, StageConfig, StageOptions
 from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
-from skippy.frontend import server
 from skippy.topology import make_stage_configs, make_topology, plan_even
+
+if TYPE_CHECKING:
+    from skippy.cli.demo import DemoOptions
 
 MODULE = "tests.support.toy_skippy"
 VARIABLE = "SKIPPY_TEST_TOY"
@@ -127,19 +127,29 @@ def prepare(options: DemoOptions) -> Chain:
     return toy_chain(options.stages or 3, options.grace_secs)
 
 
-async def open_small_listeners(bind: str | socket.socket, stall_secs: float) -> list[trio.SocketListener]:
-    """As the server, but accepted sockets hold little: a client that does not read is soon felt."""
-    listeners = await _open_listeners(bind, stall_secs)
-    for listener in listeners:
-        listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
-    return listeners
+def serve_with_small_buffers() -> None:
+    """Have HTTP's accepted sockets hold little: a client that does not read is soon felt."""
+    from skippy.frontend import server
 
+    opens = server.open_listeners
 
-_open_listeners = server.open_listeners
+    async def open_small_listeners(bind: str | socket.socket, stall_secs: float) -> list[trio.SocketListener]:
+        listeners = await opens(bind, stall_secs)
+        for listener in listeners:
+            listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+        return listeners
+
+    server.open_listeners = open_small_listeners
+
 
 if __name__ == "__main__":
     toy = Toy(**json.loads(os.environ.get(VARIABLE, "{}")))
     embed.open_stage = functools.partial(embed.open_stage, engine_factory=functools.partial(make_engine, toy))
-    server.open_listeners = open_small_listeners
-    vars(run)["prepare"] = prepare
+    # A process imports what its command does, and no more: tests start hundreds of them.
+    if sys.argv[1] == "serve-openai" or "--openai-fd" in sys.argv:
+        serve_with_small_buffers()
+    if sys.argv[1] == "run":
+        from skippy.cli import run
+
+        vars(run)["prepare"] = prepare
     main()

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Sequence
 
 import trio
-import trio.testing
 
 from skippy.config import Endpoint
 from skippy.protocol import Buffer
@@ -106,6 +105,8 @@ class MemoryTransport(Transport):
         if listener is None:
             await trio.lowlevel.checkpoint()
             raise OSError(errno.ECONNREFUSED, f"nothing listens on {endpoint}")
-        ours, theirs = trio.testing.lockstep_stream_pair()
+        from trio.testing import lockstep_stream_pair  # which imports pytest, where that is installed
+
+        ours, theirs = lockstep_stream_pair()
         await listener.offer(MemoryLink(theirs, source_host or "memory"))
         return MemoryLink(ours, str(endpoint))
