@@ -18,6 +18,10 @@ FUZZ_RUNS ?= 1000000
 SIM_SEEDS ?= 100000
 FUZZ_SECONDS ?= 60
 
+# Every stage is a process: without its bytecode, each would compile some 300 modules as it starts.
+unexport PYTHONDONTWRITEBYTECODE
+# What reads pictures and sound is not used here, and is a good part of what there is to compile.
+export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 .PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim families rules format docs clean
@@ -64,6 +68,7 @@ soak: $(VENV)/.stamp-bench $(VENV)/.stamp-model
 	$(BIN)/python -m bench.soak $(ARGS)
 
 faults: $(VENV)/.stamp-dev $(VENV)/.stamp-model
+	$(BIN)/skippy failure-table
 	$(BIN)/python -m bench.faults $(ARGS)
 
 # The first 20 of these are asked in make test; docs/structured-output.md has the figures.

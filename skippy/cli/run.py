@@ -23,7 +23,6 @@ from .ending import ending_in_order
 from .launch import Chain
 from .progress import SliceProgress
 from .restarts import DEFAULT_MAX_RESTARTS, RestartPolicy
-from .serve import openai_if_asked, serve_on_terminal
 from .sockets import url_host
 from .stopping import end_process, stop_signals
 from .supervise import Supervisor
@@ -141,6 +140,9 @@ def run_stage(
     **link: Any,
 ) -> None:
     """Be the stage that ``config_path`` describes."""
+    # All that a stage is: of a whole chain, the children have it.
+    from .serve import openai_if_asked, serve_on_terminal
+
     config, topology = flags.read_stage(config_path, topology_path)
     openai = openai_if_asked(config, openai_bind_addr, link)
     options = flags.stage_options(telemetry_level=telemetry_level or "summary", **link)

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from skippy.embed import Stage
 from skippy.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from skippy.embed import Stage
 
 STATISTICS_SIGNAL: Final[signal.Signals | None] = getattr(signal, "SIGUSR1", None)
 """None on platforms that have no such signal."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
@@ -54,9 +55,11 @@ def test_skippy_slice(capsys: Capture, model: Path, tmp_path: Path) -> None:
 
 
 def test_all_commands_that_load_a_stage_have_the_flag() -> None:
+    context = click.Context(cli)
+    commands = {name: cli.get_command(context, name) for name in cli.list_commands(context)}
     having = {
         name
-        for name, command in cli.commands.items()
-        if any("--no-precheck" in parameter.opts for parameter in command.params)
+        for name, command in commands.items()
+        if command is not None and any("--no-precheck" in parameter.opts for parameter in command.params)
     }
     assert having == {"run", "serve-binary", "serve-openai", "slice"}

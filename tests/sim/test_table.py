@@ -1,8 +1,9 @@
-"""The failure table on the toy engine, all of it, and that a red cell is seen."""
+"""The failure table on the toy engine, a third of it, and that a red cell is seen. All: ``make faults``."""
 
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def test_the_table_has_every_frame_of_a_request_of_four_chunks_and_five_tokens()
 
 
 @pytest.mark.slow
-def test_the_whole_table_is_green() -> None:
-    results = list(run_cells(all_cells(frames_of_a_request()), seed=0, jobs=os.cpu_count() or 1))
+def test_a_third_of_the_table_is_green() -> None:
+    """With each failure, and each place."""
+    cells = all_cells(frames_of_a_request())
+    some = random.Random(5).sample(cells, len(cells) // 3)
+    assert {each.failure for each in some} == {each.failure for each in cells}
+    assert {each.place for each in some} == {each.place for each in cells}
+    results = list(run_cells(some, seed=0, jobs=os.cpu_count() or 1))
     table = "\n".join(show(results))
     assert [f"{r.cell}: {r.violation}" for r in results if r.violation is not None] == [], table
 
