@@ -79,6 +79,9 @@ def serve_one(
     def ending_secs() -> float:
         return min(stop_by - trio.current_time(), kill_secs()) - FREEING_SECS
 
+    # Imports all of HTTP, which nothing is to wait for once the stage runs.
+    open_openai = None if openai is None else embed.open_openai
+
     async def serve() -> None:
         nonlocal stage, stop_by
         async with contextlib.AsyncExitStack() as stack:
@@ -95,8 +98,8 @@ def serve_one(
                 stage = await stack.enter_async_context(opened)
             stack.callback(announce.alone)
             endpoint = None
-            if openai is not None:
-                opened_endpoint = embed.open_openai(
+            if openai is not None and open_openai is not None:
+                opened_endpoint = open_openai(
                     stage,
                     openai,
                     listen_socket=openai_socket,

@@ -1,7 +1,9 @@
 """The public surface for a Trio host: a stage, and an OpenAI endpoint on it, as async context managers.
 
-    async with embed.open_stage(config, topology) as stage:
-        async with embed.open_openai(stage, OpenAIOptions()) as endpoint:
+    from skippy.embed import open_openai, open_stage
+
+    async with open_stage(config, topology) as stage:
+        async with open_openai(stage, OpenAIOptions()) as endpoint:
             print(endpoint.url)
             await trio.sleep_forever()
 
@@ -54,7 +56,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """HTTP is imported by who asks for it: of a chain's stages that is one."""
+    """HTTP is imported by who asks for it: of a chain's stages that is one.
+
+    Half a second of imports, so ask before an event loop runs: ``from skippy.embed import open_openai``.
+    """
     if name in ("OpenAIEndpoint", "open_openai"):
         from . import endpoint
 
