@@ -8,7 +8,7 @@ What is remembered it asks for in every way that there is; half of all peers agr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -132,6 +132,7 @@ class Peer:
     """One connection to stage 0, and requests on it. :meth:`run` is its task; it raises Violation.
 
     Attributes:
+        may_differ: as for :class:`Client`. An answer that is wrong for this reason ends the peer.
         ended: why it has ended: ``done``, or the text of what ended its connection.
     """
 
@@ -141,6 +142,7 @@ class Peer:
     trace: Trace
     sessions: int
     frames: int
+    may_differ: Callable[[float], bool]
     texts: Sequence[tuple[int, ...]] = ()
     ended: str | None = None
     _left: tuple[int, ...] = ()
@@ -156,11 +158,13 @@ class Peer:
     _prompt: list[int] = attrs.field(factory=list)
     _window: int = 0
     _asks_until: float = 0.0
+    _began: float = 0.0
 
     async def run(self, stage: Stage, transport: Transport) -> None:
         """Live until everything is asked and answered, or the connection ends."""
         self._settles = bool(self.texts) and self.chance.random() < 0.5
         extensions = (RESTORE_EXTENSION,) if self._settles else ()
+        self._began = trio.current_time()
         try:
             self._link, _ = await dial_admitted(
                 transport,
@@ -246,7 +250,7 @@ class Peer:
         else:
             right = said == asked if kind is K.RESTORE_PREFILL else 1 <= said <= asked
         what = f"{kind.name} for {asked} tokens, a {'hit' if hit else 'miss'}"
-        require(right, f"{self.name} was told {said} by {what}")
+        self._check(right, f"{self.name} was told {said} by {what}")
         return said if self._settles else asked * hit
 
     async def _restore_and_decode(self) -> bool:
@@ -342,8 +346,14 @@ class Peer:
         got = (reply.kind, tuple(reply.predicted_tokens))
         self.trace(f"{self.name} {reply.kind.name} {list(reply.predicted_tokens)}")
         missed = or_miss and got == ACK and not is_hit(reply.stats) and not reply.predicted
-        require(missed or got == wanted, f"{self.name} got {got}, and must get {wanted}")
+        self._check(missed or got == wanted, f"{self.name} got {got}, and must get {wanted}")
         return reply
+
+    def _check(self, holds: bool, text: str) -> None:
+        """LinkClosed where changed bytes may be why something does not hold, nor what follows."""
+        if not holds and self.may_differ(self._began):
+            raise LinkClosed(f"{text}, but for bytes that were changed")
+        require(holds, text)
 
     async def _send(
         self,

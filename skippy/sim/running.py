@@ -181,7 +181,7 @@ class Simulation:
             sessions += 1
             # Half of them come when requests have left something, and stages may have lost it again.
             await trio.sleep(chance.choice([0.0, chance.uniform(0, 2 * WINDOW_SECS)]))
-        peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames, texts)
+        peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames, self._may_differ, texts)
         self._peers.append(peer)
         with within(PEER_SECS, f"{name} has not ended"):
             await peer.run(running.stage, self._network.of(name))
