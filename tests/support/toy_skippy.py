@@ -146,7 +146,7 @@ if __name__ == "__main__":
     toy = Toy(**json.loads(os.environ.get(VARIABLE, "{}")))
     embed.open_stage = functools.partial(embed.open_stage, engine_factory=functools.partial(make_engine, toy))
     # A process imports what its command does, and no more: tests start hundreds of them.
-    if sys.argv[1] == "serve-openai" or "--openai-fd" in sys.argv:
+    if any("openai" in word for word in sys.argv[1:]):  # a command, or an option with address or socket
         serve_with_small_buffers()
     if sys.argv[1] == "run":
         from skippy.cli import run
