@@ -36,22 +36,27 @@ def start(folder: Path) -> float:
     return took
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="another checkout")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="pairs (default: 7)")
     asked = parser.parse_args()
     folders = {"here": Path.cwd(), "there": asked.against.resolve()}
     times: dict[str, list[float]] = {name: [] for name in folders}
-    for folder in folders.values():  # slices are cut, and bytecode is written
-        start(folder)
-    for number in range(asked.rounds):
-        for name in in_turn(list(folders), number):
-            times[name].append(start(folders[name]))
-        here, there = (times[name][-1] for name in folders)
-        print(f"round {number + 1}: {here:.2f} s here, {there:.2f} s there", flush=True)
+    try:
+        for folder in folders.values():  # slices are cut, and bytecode is written
+            start(folder)
+        for number in range(asked.rounds):
+            for name in in_turn(list(folders), number):
+                times[name].append(start(folders[name]))
+            here, there = (times[name][-1] for name in folders)
+            print(f"round {number + 1}: {here:.2f} s here, {there:.2f} s there", flush=True)
+    except (BenchError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print(f"here / there: {ratios(times['here'], times['there']).show()}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

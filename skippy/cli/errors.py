@@ -30,6 +30,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
 
     Of an exception group, the first that can be explained counts, if all others can be too.
     """
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
     # Not above: whoever raises one of these has imported it, and who raises none need not.
     from skippy.config import ConfigError
     from skippy.engine import EngineError
@@ -41,8 +43,6 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, BaseExceptionGroup):
         explained = [explain(inner) for inner in leaves(error)]
         return explained[0] if all(explained) else None
-    if isinstance(error, click.ClickException):
-        return error.format_message(), error.exit_code
     if isinstance(error, ConfigError | PlanError | LayerRangeError | StageStartError):
         return str(error), USAGE
     if isinstance(error, ModelError | EngineError | StageError):

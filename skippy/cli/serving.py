@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import io
 import math
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import trio
@@ -79,8 +81,7 @@ def serve_one(
     def ending_secs() -> float:
         return min(stop_by - trio.current_time(), kill_secs()) - FREEING_SECS
 
-    # Imports all of HTTP, which nothing is to wait for once the stage runs.
-    open_openai = None if openai is None else embed.open_openai
+    open_endpoint = _endpoint_opener(openai, openai_socket, grace_secs, outage)
 
     async def serve() -> None:
         nonlocal stage, stop_by
@@ -97,16 +98,7 @@ def serve_one(
                 )
                 stage = await stack.enter_async_context(opened)
             stack.callback(announce.alone)
-            endpoint = None
-            if openai is not None and open_openai is not None:
-                opened_endpoint = open_openai(
-                    stage,
-                    openai,
-                    listen_socket=openai_socket,
-                    grace_secs=max(grace_secs - ENDING_SECS, grace_secs / 2),
-                    outage=outage,
-                )
-                endpoint = await stack.enter_async_context(opened_endpoint)
+            endpoint = await stack.enter_async_context(open_endpoint(stage))
             async with _announced(stage, endpoint, announce):
                 # Leaving the blocks is what ends them: the endpoint's lets requests finish.
                 stop.in_order()
@@ -117,6 +109,27 @@ def serve_one(
         announce.statistics(stage_statistics(config.stage_id, stage))
 
     trio.run(_run, serve, stop, telemetry, tell_statistics)
+
+
+def _endpoint_opener(
+    openai: OpenAIOptions | None,
+    listen_socket: socket.socket | None,
+    grace_secs: float,
+    outage: Callable[[], str | None],
+) -> Callable[[embed.Stage], AbstractAsyncContextManager[embed.OpenAIEndpoint | None]]:
+    """What opens the endpoint on the stage, if there is to be one.
+
+    Call it before anything runs: it imports all of HTTP.
+    """
+    if openai is None:
+        return lambda _: contextlib.nullcontext()
+    return functools.partial(
+        embed.open_openai,
+        options=openai,
+        listen_socket=listen_socket,
+        grace_secs=max(grace_secs - ENDING_SECS, grace_secs / 2),
+        outage=outage,
+    )
 
 
 async def _run(

@@ -8,6 +8,7 @@ from skippy.engine import Segment
 from skippy.engine.toy import ToyEngine
 from skippy.engine.toy_vocabulary import ToyVocabulary
 from skippy.frontend.generation import FinishReason, GenerationRequest
+from skippy.protocol import SamplingConfig
 
 
 @attrs.frozen(slots=True)
@@ -58,3 +59,39 @@ def expected(model: ToyModel, request: GenerationRequest) -> tuple[list[int], Fi
         if len(tokens) >= limit:
             return tokens, "length"
         position += 1
+
+
+class RowOracle:
+    """What a chain must hold for a peer, and say.
+
+    It remembers nothing wrongly: each draw has a sampler of its own.
+    """
+
+    def __init__(self, model: ToyModel, sampling: SamplingConfig | None) -> None:
+        self.held: list[int] = []
+        self._sampling = sampling
+        self._engine = ToyEngine(
+            0,
+            model.layers,
+            model.layers,
+            width=model.width,
+            context_length=model.context_length,
+            max_sequences=1,
+            end_at=model.end_at,
+        )
+
+    def cut(self, length: int) -> None:
+        self._engine.trim(0, length)
+        del self.held[length:]
+
+    def run(self, tokens: list[int], step: int | None = None) -> tuple[int, ...]:
+        """Append rows; what follows each of them, where ``step`` says which draws those are."""
+        rows = 0 if step is None else len(tokens)
+        self._engine.decode([Segment(0, len(self.held), len(tokens), tokens=tokens, logits=rows)])
+        predicted = []
+        for row in range(rows):
+            sampler = self._engine.new_sampler(self._sampling)
+            sampler.accept([*self.held, *tokens[: row + 1]])
+            predicted.append(sampler.sample(self._engine.logits(row), max(0, step or 0) + row))
+        self.held += tokens
+        return tuple(predicted)

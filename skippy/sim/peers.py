@@ -14,8 +14,6 @@ from typing import Any, Final
 import attrs
 import trio
 
-from skippy.engine import Segment
-from skippy.engine.toy import ToyEngine
 from skippy.protocol import (
     RESTORE_EXTENSION,
     AdmissionRequest,
@@ -36,7 +34,7 @@ from skippy.stage.dialing import dial_admitted
 from skippy.stage.framing import receive_reply
 from skippy.stage.links import Link, LinkClosed, Transport
 
-from .oracle import ToyModel
+from .oracle import RowOracle, ToyModel
 from .prefixes import begin
 from .trace import Trace
 from .violation import require
@@ -94,39 +92,6 @@ def lane_request(stage: Stage) -> AdmissionRequest:
     )
 
 
-class _Oracle:
-    """What the chain must hold and say. It remembers nothing wrongly: each draw has a sampler of its own."""
-
-    def __init__(self, model: ToyModel, sampling: SamplingConfig | None) -> None:
-        self.held: list[int] = []
-        self._sampling = sampling
-        self._engine = ToyEngine(
-            0,
-            model.layers,
-            model.layers,
-            width=model.width,
-            context_length=model.context_length,
-            max_sequences=1,
-            end_at=model.end_at,
-        )
-
-    def cut(self, length: int) -> None:
-        self._engine.trim(0, length)
-        del self.held[length:]
-
-    def run(self, tokens: list[int], step: int | None = None) -> tuple[int, ...]:
-        """Append rows; what follows each of them, where ``step`` says which draws those are."""
-        rows = 0 if step is None else len(tokens)
-        self._engine.decode([Segment(0, len(self.held), len(tokens), tokens=tokens, logits=rows)])
-        predicted = []
-        for row in range(rows):
-            sampler = self._engine.new_sampler(self._sampling)
-            sampler.accept([*self.held, *tokens[: row + 1]])
-            predicted.append(sampler.sample(self._engine.logits(row), max(0, step or 0) + row))
-        self.held += tokens
-        return tuple(predicted)
-
-
 @attrs.define(eq=False)
 class Peer:
     """One connection to stage 0, and requests on it. :meth:`run` is its task; it raises Violation.
@@ -151,7 +116,7 @@ class Peer:
     """Whether an Ack may settle on less of a prefix than was asked for."""
     _link: Link | None = None
     _replies: ReplyDecoder = attrs.field(factory=ReplyDecoder)
-    _oracle: _Oracle = attrs.field(init=False)
+    _oracle: RowOracle = attrs.field(init=False)
     _owed: list[Expected] = attrs.field(factory=list)
     _request_id: int = 0
     _generation: int = 0
@@ -190,7 +155,7 @@ class Peer:
         chance = self.chance
         sampling = SEEDED if chance.random() < 0.5 else None
         self._request_id, self._generation = 1000 + number, 0
-        self._oracle = _Oracle(self.model, sampling)
+        self._oracle = RowOracle(self.model, sampling)
         self._prompt = [chance.randrange(32, 127) for _ in range(chance.randint(2, 16))]
         if self.texts:
             # One token alone behind a text: all that is asked for may be there.
