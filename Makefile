@@ -79,8 +79,7 @@ schemas: $(VENV)/.stamp-bench $(VENV)/.stamp-dev $(VENV)/.stamp-model
 fuzz: $(VENV)/.stamp-dev
 	$(BIN)/python -m fuzz all --runs $(FUZZ_RUNS)
 	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then \
-		for target in $(notdir $(wildcard fuzz/corpus/*)); do \
-			$(BIN)/python -m fuzz $$target --atheris --seconds $(FUZZ_SECONDS) || exit 1; done; \
+		$(BIN)/python -m fuzz all --atheris --seconds $(FUZZ_SECONDS); \
 	else echo "atheris is not installed (pip install -e '.[fuzz]'): no coverage-guided run"; fi
 
 # mutmut makes the mutants and finds out which tests reach them (and judges ten); the rest is judged faster without

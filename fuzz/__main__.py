@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import random
 import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from . import CORPUS
 
@@ -72,8 +73,11 @@ def run(name: str, runs: int, seed: int) -> bool:
     return True
 
 
-def run_atheris(name: str, seconds: int, new: Path | None) -> None:
-    """Coverage-guided fuzzing. Ends the process.
+def run_atheris(names: Sequence[str], seconds: int, new: Path | None) -> bool:
+    """Coverage-guided fuzzing of each target for ``seconds``; whether none has a finding.
+
+    Each has a process of its own, since libFuzzer ends it; they are forked from this one, which imports what
+    they run: with instrumentation that takes longer than a short run.
 
     Args:
         new: keeps the inputs that reach new code; None keeps none. (libFuzzer writes them to the first folder
@@ -87,13 +91,19 @@ def run_atheris(name: str, seconds: int, new: Path | None) -> None:
         include=["skippy.protocol", "skippy.models", "skippy.config", "skippy.frontend"]
     ):
         from .targets import TARGETS
-    target: Callable[[bytes], Any] = TARGETS[name]
-    seeds = ",".join(map(str, sorted((CORPUS / name).iterdir())))
-    corpus = [f"-seed_inputs={seeds}"] if new is None else [str(new), str(CORPUS / name)]
-    # libFuzzer looks at the peak, and a process inherits that of the process that started it.
-    limit = f"-rss_limit_mb={int(_peak_mib()) + 1024}"
-    atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", limit, *corpus], target)
-    atheris.Fuzz()
+    codes = []
+    for name in names:
+        print(f"{name}: coverage-guided, {seconds} s", file=sys.stderr, flush=True)
+        if (child := os.fork()) == 0:
+            seeds = ",".join(map(str, sorted((CORPUS / name).iterdir())))
+            corpus = [f"-seed_inputs={seeds}"] if new is None else [str(new), str(CORPUS / name)]
+            # libFuzzer looks at the peak, and a process inherits that of the process that started it.
+            limit = f"-rss_limit_mb={int(_peak_mib()) + 1024}"
+            atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", limit, *corpus], TARGETS[name])
+            atheris.Fuzz()
+            os._exit(1)  # Fuzz does not return.
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return not any(codes)
 
 
 def replay(name: str, paths: Sequence[Path]) -> None:
@@ -113,17 +123,17 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10_000, help="inputs per target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--atheris", action="store_true", help="coverage-guided, with atheris")
-    parser.add_argument("--seconds", type=int, default=60, help="with --atheris: how long")
+    parser.add_argument("--seconds", type=int, default=60, help="with --atheris: how long for each target")
     parser.add_argument("--new", type=Path, help="with --atheris: a folder for inputs that reach new code")
     arguments = parser.parse_args()
-    if arguments.target == "all" and (arguments.atheris or arguments.inputs):
+    if arguments.target == "all" and (arguments.new or arguments.inputs):
         parser.error("name one target")
     if arguments.inputs:
         replay(arguments.target, arguments.inputs)
         return 0
-    if arguments.atheris:
-        run_atheris(arguments.target, arguments.seconds, arguments.new)
     chosen = names if arguments.target == "all" else [arguments.target]
+    if arguments.atheris:
+        return 0 if run_atheris(chosen, arguments.seconds, arguments.new) else 1
     results = [run(name, arguments.runs, arguments.seed) for name in chosen]
     return 0 if all(results) else 1
 
