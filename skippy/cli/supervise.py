@@ -63,7 +63,7 @@ class Supervisor:
         self._was_ready = False
         self._stopping = trio.Event()
         self._deadline = math.inf
-        self._front_over = trio.Event()
+        self._front_over = trio.Event()  # of stage 0's last life: a new one for each
         self._failure: CliError | OSError | None = None
         self.unreturned = False
 
@@ -111,6 +111,9 @@ class Supervisor:
         restarts = Restarts(self._policy)
         is_front = child is self._chain.children[0]
         while not self._stopping.is_set():
+            if is_front:
+                # What was told of the life before says nothing of this one; once the chain stops, it stays.
+                self._front_over = trio.Event()
             try:
                 end = await live(self._chain, child, self._notice, self, partial(self._end_life, child))
             except OSError as error:

@@ -33,6 +33,7 @@ def tell(line):
 SERVING = 'tell(b"serving")\n'
 READY = SERVING + 'tell(b"ready")\n'
 UNTIL_PARENT_ENDS = "for _ in sys.stdin.buffer: pass\n"  # a handled signal is seen behind each line
+ENDS_IN_ORDER = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
 TOKEN = "a-secret-token"
 AT_ONCE = RestartPolicy(max_restarts=2, first_pause_secs=0.0)
 
@@ -460,3 +461,47 @@ while True: time.sleep(60)
         assert not supervisor.unreturned
         for name in names:
             assert json.loads((tmp_path / name).read_text()) == {"notice": None, "kill_secs": 60}
+
+    async def test_how_stage_0_ended_before_says_nothing_of_its_life_now(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It ended in order and was restarted: at the stop its requests are waited for as ever."""
+        again = lives(tmp_path) + SERVING + 'if life == 1: tell(b"alone"); sys.exit(0)\n'
+        chain = make_chain(ENDS_IN_ORDER + again + READY + UNTIL_PARENT_ENDS, UNTIL_PARENT_ENDS)
+        front, behind = chain.children
+        asked: list[tuple[str, bool]] = []
+        terminate = trio.Process.terminate
+
+        def note(process: trio.Process) -> None:
+            asked.append(("behind" if process is behind.process else "front", front.alive))
+            terminate(process)
+
+        monkeypatch.setattr(trio.Process, "terminate", note)
+        with trio.CancelScope() as scope:
+            await run(chain, ready=scope.cancel, policy=AT_ONCE)
+        assert scope.cancelled_caught
+        assert (tmp_path / "lifestage-0").read_text() == "2"
+        assert asked == [("front", True), ("behind", False)]
+
+    async def test_stage_0_may_say_just_before_the_stop_that_it_needs_no_others(self, tmp_path: Path) -> None:
+        """Somebody has stopped it first: the others do not wait for its end."""
+        gone, up = tmp_path / "gone", tmp_path / "up"
+        first = f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while not os.path.exists({str(up)!r}): time.sleep(0.01)
+tell(b"alone\\nready")
+while not os.path.exists({str(gone)!r}): time.sleep(0.01)
+"""
+        second = f"""
+def stop(*_):
+    open({str(gone)!r}, "w")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+open({str(up)!r}, "w")
+while True: time.sleep(60)
+"""
+        chain = make_chain(first, second, grace_secs=60)
+        with trio.CancelScope() as scope:
+            await run(chain, ready=scope.cancel)
+        assert scope.cancelled_caught
+        assert all_gone(chain)
