@@ -132,12 +132,13 @@ class Supervisor:
             self._front_over.set()
 
     def _check_stopped(self, child: Child, end: End) -> None:
-        if end.returncode in (UNRETURNED, -signal.SIGKILL):
+        """Say so if it did not stop in order. (SIGTERM kills one that has not come far.)"""
+        stage_id, reason = child.config.stage_id, f"{child.name} {end.words}"
+        if end.returncode == UNRETURNED or child.overdue:
             self.unreturned = True
-            reason = f"{child.name} {end.words}"
-            log.error(
-                "a stage did not stop within the grace period", stage_id=child.config.stage_id, reason=reason
-            )
+            log.error("a stage did not stop within the grace period", stage_id=stage_id, reason=reason)
+        elif end.returncode < 0 and end.returncode != -signal.SIGTERM:
+            log.warning("a stage was killed while the chain stopped", stage_id=stage_id, reason=reason)
 
     def _is_hopeless(self, child: Child, end: End) -> bool:
         """Whether it would end like this again: it never came up, or says that it is configured wrongly."""
@@ -186,8 +187,10 @@ class Supervisor:
                 await self._front_over.wait()
         process.terminate()
         await trio.sleep_until(self._deadline)
-        child.overdue = True
-        process.kill()
+        # It may have ended, and only what it wrote is still read.
+        if process.returncode is None:
+            child.overdue = True
+            process.kill()
 
     # -- as Observer -----------------------------------------------------------------------------------
 

@@ -395,6 +395,27 @@ print(json.dumps({"event": "the boundary is read by C", "level": "info"}), file=
             "its last lines were:\n  stuck"
         )
 
+    @pytest.mark.parametrize(("leaves", "grace_secs"), [("", 60.0), ('subprocess.Popen(["cat"])\n', 0.9)])
+    async def test_a_child_that_somebody_else_kills_is_not_overdue(
+        self, caplog: pytest.LogCaptureFixture, leaves: str, grace_secs: float
+    ) -> None:
+        """Not even where a process of its own holds its stderr open when the grace period is over."""
+        killed = "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
+        chain = make_chain(
+            "import subprocess\n" + killed + leaves + READY + UNTIL_PARENT_ENDS, grace_secs=grace_secs
+        )
+        supervisor = Supervisor(chain, relay=False, ready=lambda: scope.cancel(), loading=lambda: None)
+        with trio.CancelScope() as scope, trio.fail_after(30):
+            await supervisor.run()
+        assert all_gone(chain)
+        assert not supervisor.unreturned
+        [entry] = [record.msg for record in caplog.records if record.name == "skippy"]
+        assert isinstance(entry, dict)
+        assert (entry["level"], entry["event"]) == ("warning", "a stage was killed while the chain stopped")
+        assert entry["reason"] == (
+            "stage-0 (layers 0:1) was killed by signal SIGKILL (perhaps out of memory)"
+        )
+
     async def test_a_stopped_child_is_killed_too(self) -> None:
         """Stopped as by SIGSTOP: no signal but SIGKILL reaches it."""
         chain = make_chain(READY + UNTIL_PARENT_ENDS, grace_secs=0.1)
