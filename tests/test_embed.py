@@ -52,6 +52,10 @@ def any_port() -> OpenAIOptions:
     return OpenAIOptions(bind_addr="127.0.0.1:0", model_id="toy")
 
 
+def test_what_is_imported_when_it_is_asked_for_is_listed_too() -> None:
+    assert set(embed.__all__) <= set(dir(embed))
+
+
 async def test_a_host_serves_a_chain_and_everything_ends_with_the_block() -> None:
     request = {"model": "toy", "prompt": "hello", "max_tokens": 6, "temperature": 0}
     with trio.fail_after(30):

@@ -65,3 +65,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(endpoint, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With the names that nobody has asked for yet."""
+    return sorted({*globals(), *__all__})
