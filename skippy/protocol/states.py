@@ -17,9 +17,10 @@ Upstream connection
     prompt comes in chunks; the generation settings may come before, between or after them, but before the
     first decode. A final prefill chunk samples, so it starts decoding. Stop ends the request; when we have
     acknowledged it the connection is idle again and may carry the next request. A cache probe asks a question
-    and leaves the state alone, and so does a stale frame: it is answered, and nothing else. A fused
-    restore-and-decode is undecided until its answer: a hit has begun to decode, a miss falls back to where
-    prefill may start. A stage between the ends does not see the answer; what comes next decides.
+    and leaves the state alone, as does a stale frame: it is answered, and nothing else. So does a trim, which
+    may come first, since a stage that misses a prefix asks nobody behind it. A fused restore-and-decode is
+    undecided until its answer: a hit has begun to decode, a miss falls back to where prefill may start. A
+    stage between the ends does not see the answer; what comes next decides.
     State transfer and a return-stream open fit nowhere here.
 
 Lane
@@ -141,6 +142,7 @@ UPSTREAM: Final[Mapping[UpstreamState, Mapping[UpstreamEvent, UpstreamState]]] =
         _UE.PROBE: _US.IDLE,
         _UE.RESTORE: _US.PREFILLING,
         _UE.RESTORE_DECODE: _US.FUSED,
+        _UE.TRIM: _US.IDLE,
         _UE.STOP: _US.STOPPING,
         _UE.CLOSE: _US.CLOSED,
     },

@@ -143,7 +143,9 @@ class Execution(FusedRestores):
                 self.stats.observe(message, times, sent=False)
             await self._answer(session, message, outcome[0])
         else:
-            frame = downstream.with_wave(message.forwarded(context.stage_index, output), work.wave)
+            # What a stage in between does not know yet is where a session ends (see _undo_missed).
+            placed = message if message.pos_start >= 0 else attrs.evolve(message, pos_start=held)
+            frame = downstream.with_wave(placed.forwarded(context.stage_index, output), work.wave)
             if not work.decodes and downstream.restores and not session.alone:
                 frame = mark_together(frame)
             await self._forward(downstream, frame, place, times)

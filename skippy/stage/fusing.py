@@ -16,6 +16,7 @@ import attrs
 from skippy.protocol import (
     Message,
     MessageKind,
+    RemoteProtocolError,
     Reply,
     ReplyKind,
     UpstreamEvent,
@@ -162,7 +163,15 @@ class FusedRestores(Restores):
         """In between, behind a frame that was carried out here: is this what follows a miss further down?
 
         A replay is where it begins: behind a hit it goes on from what was restored.
+
+        Raises:
+            RemoteProtocolError: a replay that does not say where it begins. Our own stage 0 always does.
         """
+        if event in _REPLAYS and message.pos_start < 0:
+            raise RemoteProtocolError(
+                f"{message.kind.name} without a position behind TryRestorePrefillDecode, whose answer this "
+                "stage has not seen; give its pos_start"
+            )
         behind_a_hit = event in _REPLAYS and message.pos_start > 0
         if event in _AFTER_A_MISS and not behind_a_hit and self._session is not None:
             self._session.roll_back()

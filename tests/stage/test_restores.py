@@ -13,6 +13,7 @@ from skippy.config import StageOptions
 from skippy.engine.toy import ToyEngine
 from skippy.protocol import MessageKind, Reply, ReplyKind, ReplyStats, SamplingConfig
 from skippy.stage import GenerationSettings
+from skippy.stage.lane import Lane
 from tests.stage.test_chain import PROMPT, unsplit_tokens, wait_for_sequences
 from tests.support.cached import MISS, cache_of, cached_cluster, complete, configure, counters, hit
 from tests.support.driver import Driver, driver_of
@@ -243,6 +244,88 @@ async def test_a_replay_goes_on_behind_a_fused_restore(stages: int, kind: Messag
                 first = (await driver.ask(kind, LAST - 1, other[LAST - 1 :])).predicted
             assert first == expected[0]
             assert await driver.decode(len(other), first) == expected[1]
+            await driver.ask(K.STOP)
+            await wait_for_sequences(cluster)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [K.DECODE_REPLAY_EMBD, K.DECODE_REPLAY_FINAL_EMBD])
+async def test_a_replay_without_a_position_goes_on_at_the_end_of_a_fused_restore(
+    stages: int, kind: MessageKind
+) -> None:
+    """Only the ends of the chain know where that is; those in between are told."""
+    expected = unsplit_tokens(PROMPT, 4)
+    with trio.fail_after(20):
+        async with cached_cluster(stages) as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPT, 1)
+            driver.request_id = 21
+            driver.prompt_tokens = len(PROMPT)
+            await configure(driver)
+            assert (await fused(driver, PROMPT)).predicted == expected[0]
+            driver.generation = 1
+            if kind is K.DECODE_REPLAY_EMBD:
+                assert (await driver.ask(kind, -1, expected[:1])).kind is ReplyKind.ACK
+                assert await driver.decode(LAST + 2, expected[1]) == expected[2]
+            else:
+                assert (await driver.ask(kind, -1, expected[:1], decode_step=1)).predicted == expected[1]
+                assert await driver.decode(LAST + 2, expected[1]) == expected[2]
+            assert await driver.decode(LAST + 3, expected[2]) == expected[3]
+            await driver.ask(K.STOP)
+            await wait_for_sequences(cluster)
+
+
+async def test_a_replay_without_a_position_is_refused_by_a_stage_that_has_not_seen_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a hit it goes on, behind a miss it begins at 0: that is not for a stage in between to guess."""
+    failures: list[str] = []
+    fail = Lane.fail
+
+    def note(self: Lane, failure: Exception) -> None:
+        if self._context.stage_index == 1:
+            failures.append(str(failure))
+        fail(self, failure)
+
+    monkeypatch.setattr(Lane, "fail", note)
+    with trio.fail_after(20):
+        async with cached_cluster(3) as cluster, driver_of(cluster) as driver:
+            await complete(driver, PROMPT, 1)
+            await wait_for_sequences(cluster)
+            async with driver_of(cluster, 1) as between:
+                row = bytes(between.stage.info.input_width * 4)
+                between.request_id = 21
+                await between.send(
+                    K.TRY_RESTORE_PREFILL_DECODE,
+                    LAST,
+                    PROMPT,
+                    token_count=1,
+                    current_token=PROMPT[-1],
+                    decode_step=0,
+                    activation=row,
+                    source_stage_index=0,
+                )
+                between.generation = 1
+                await between.send(K.DECODE_REPLAY_EMBD, -1, [65], activation=row, source_stage_index=0)
+                assert await between.ended()
+            await wait_for_sequences(cluster)
+    assert "give its pos_start" in failures[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("asks_fused", [True, False])
+async def test_a_trim_behind_a_miss_is_answered(stages: int, asks_fused: bool) -> None:
+    """Nobody behind stage 0 has heard of the request then, and the trim is the first of it."""
+    with trio.fail_after(20):
+        async with cached_cluster(stages) as cluster, driver_of(cluster) as driver:
+            if asks_fused:
+                assert (await fused(driver, PROMPT)).kind is ReplyKind.ACK
+            else:
+                assert await driver.ask(K.TRY_RESTORE_PREFILL, 0, PROMPT[:-1]) == MISS
+            assert (await driver.ask(K.TRIM_SESSION, token_count=0)).kind is ReplyKind.ACK
+            await configure(driver)
+            await driver.ask(K.PREFILL_EMBD, 0, PROMPT[:-1])
+            driver.prompt_tokens = len(PROMPT)
+            assert [await driver.decode(LAST, PROMPT[-1])] == unsplit_tokens(PROMPT, 1)
             await driver.ask(K.STOP)
             await wait_for_sequences(cluster)
 
