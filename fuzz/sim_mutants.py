@@ -1,7 +1,8 @@
 """Faults planted into our own code, and how many seeds of the simulation it takes to find each.
 
 ``python -m fuzz.sim_mutants`` tries all of them, ``python -m fuzz.sim_mutants NAME`` one; ``--seeds`` says
-how many seeds each is given. A mutant that survives means that the simulation does not look at something.
+how many seeds each is given, ``--size`` how large their storms are. A mutant that survives means that the
+simulation does not look at something.
 """
 
 from __future__ import annotations
@@ -327,13 +328,13 @@ def plant(mutant: Mutant) -> None:
     sys.meta_path.insert(0, _Finder(mutant))
 
 
-def find(mutant: Mutant, seeds: int) -> int:
+def find(mutant: Mutant, seeds: int, size: str | None) -> int:
     """Plant a mutant, and try seeds until one finds it; the exit status."""
     plant(mutant)
     from skippy.sim.batch import Settings, run_seed
 
     for seed in range(seeds):
-        result = run_seed(Settings(), seed)
+        result = run_seed(Settings(size=size), seed)
         if result.violation is not None:
             print(
                 f"| `{mutant.name}` | {mutant.what} | {seed + 1} | {_first(result.violation)} |", flush=True
@@ -351,14 +352,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="fuzz.sim_mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--size", choices=["small", "large"], help="of the storms; default: the seed says")
     arguments = parser.parse_args()
     known = {mutant.name: mutant for mutant in MUTANTS}
     names = arguments.names or list(known)
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no mutant is called {', '.join(unknown)}; there are {', '.join(known)}")
     if len(names) == 1:
-        sys.exit(find(known[names[0]], arguments.seeds))
+        sys.exit(find(known[names[0]], arguments.seeds, arguments.size))
     command = [sys.executable, "-m", "fuzz.sim_mutants", "--seeds", str(arguments.seeds)]
+    if arguments.size is not None:
+        command += ["--size", arguments.size]
     codes = [subprocess.run([*command, name], check=False).returncode for name in names]
     sys.exit(max(codes))
 

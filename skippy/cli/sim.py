@@ -44,6 +44,11 @@ jobs_option = click.option(
 @click.option(
     "--count", type=click.IntRange(min=1), default=1, show_default=True, help="How many seeds, one by one."
 )
+@click.option(
+    "--size",
+    type=click.Choice(["small", "large"]),
+    help="How many stages, requests and tokens the seed chooses between; else it chooses that, too.",
+)
 @click.option("--stages", type=click.IntRange(1, 8), help="Stages of the chain; else the seed says.")
 @click.option("--requests", type=click.IntRange(0, 1000), help="Requests; else the seed says.")
 @click.option(
@@ -62,6 +67,7 @@ jobs_option = click.option(
 def sim(
     seed: int,
     count: int,
+    size: str | None,
     stages: int | None,
     requests: int | None,
     faults: tuple[str, ...],
@@ -77,7 +83,7 @@ def sim(
 
     if trace is not None and count != 1:
         raise click.UsageError("--trace is for one seed; leave --count out")
-    settings = Settings(stages=stages, requests=requests, faults=faults)
+    settings = Settings(size=size, stages=stages, requests=requests, faults=faults)
     with ending_in_order():
         if count == 1:
             result = run_seed(settings, seed, all_lines=trace is not None)

@@ -21,6 +21,7 @@ _SEEDS_AT_ONCE: Final = 8
 class Settings:
     """What is asked for beside the seed. None: the seed says."""
 
+    size: str | None = None
     stages: int | None = None
     requests: int | None = None
     faults: tuple[str, ...] = FAULT_NAMES
@@ -28,6 +29,8 @@ class Settings:
     def command(self, seed: int) -> str:
         """What runs this one seed again."""
         words = ["skippy sim", f"--seed {seed}"]
+        if self.size is not None:
+            words.append(f"--size {self.size}")
         if self.stages is not None:
             words.append(f"--stages {self.stages}")
         if self.requests is not None:
@@ -61,7 +64,7 @@ class Result:
 
 def run_seed(settings: Settings, seed: int, *, all_lines: bool = False) -> Result:
     """Run one seed, in this process."""
-    scenario = draw(seed, stages=settings.stages, requests=settings.requests, faults=settings.faults)
+    scenario = draw(seed, **attrs.asdict(settings))
     report = simulate(scenario)
     lines = report.trace.lines if all_lines else report.trace.lines[-LAST_LINES:]
     if report.violation is None and not all_lines:

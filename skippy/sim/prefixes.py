@@ -15,11 +15,10 @@ from skippy.config import KvCacheConfig
 from skippy.frontend.generation import GenerationRequest
 
 from .oracle import ToyModel, expected
+from .sizes import Size
 
 MAX_PROMPT: Final = 60
 """Tokens: a prompt must leave room for an answer."""
-LOSS_SECS: Final = 10.0
-"""Stages are made to forget within this time."""
 
 
 @attrs.frozen(slots=True)
@@ -52,7 +51,7 @@ class Prefixes:
     losses: tuple[Loss, ...] = ()
 
 
-def draw_prefixes(seed: int) -> Prefixes | None:
+def draw_prefixes(seed: int, size: Size) -> Prefixes | None:
     """Half of all seeds have caches."""
     chance = random.Random(f"prefixes/{seed}")
     if chance.random() < 0.5:
@@ -69,9 +68,9 @@ def draw_prefixes(seed: int) -> Prefixes | None:
         activation_max_bytes=chance.choice([0, 1000, 2**20]),
         audit_rate=chance.choice([0.0, 0.0, 1.0]),
     )
-    texts = [_text(chance, chance.choice([6, 20, 40])) for _ in range(chance.randint(1, 2))]
+    texts = [_text(chance, chance.choice(size.text)) for _ in range(chance.randint(1, 2))]
     losses = [
-        Loss(chance.uniform(0, LOSS_SECS), chance.random(), chance.random() < 0.5)
+        Loss(chance.uniform(0, 2 * size.secs), chance.random(), chance.random() < 0.5)
         for _ in range(chance.choice([0, 4, 12]))
     ]
     return Prefixes(cache, tuple(texts), tuple(losses))

@@ -19,7 +19,7 @@ from .invariants import check_always, check_end, check_idle, check_links
 from .network import SimNetwork
 from .peers import Peer
 from .prefixes import Loss
-from .scenario import WINDOW_SECS, Asked, Blow, Scenario
+from .scenario import Asked, Blow, Scenario
 from .trace import Trace
 from .violation import Violation, require
 from .virtual import run_virtually, within
@@ -174,13 +174,13 @@ class Simulation:
         assert running is not None
         name = f"peer-{number}"
         chance = random.Random(f"peer/{self._scenario.seed}/{number}")
-        sessions, frames = chance.randint(1, 2), chance.randint(5, 30)
+        sessions, frames = chance.randint(1, 2), chance.randint(*self._scenario.size.frames)
         prefixes, texts = self._scenario.prefixes, tuple[tuple[int, ...], ...]()
         if prefixes is not None:
             texts = (*prefixes.texts, *(tuple(asked.request.prompt) for asked in self._scenario.asked))
             sessions += 1
             # Half of them come when requests have left something, and stages may have lost it again.
-            await trio.sleep(chance.choice([0.0, chance.uniform(0, 2 * WINDOW_SECS)]))
+            await trio.sleep(chance.choice([0.0, chance.uniform(0, 2 * self._scenario.size.secs)]))
         peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames, self._may_differ, texts)
         self._peers.append(peer)
         with within(PEER_SECS, f"{name} has not ended"):

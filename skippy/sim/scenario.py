@@ -18,14 +18,11 @@ from .engine import StepCost
 from .faults import Conditions, Direction, Fault, FaultKind, LinkFault, LinkName
 from .oracle import ToyModel
 from .prefixes import Prefixes, draw_prefixes, share
+from .sizes import LARGE, SIZES, Size, draw_size
 
 FAULT_NAMES: Final = ("weather", *(kind.value for kind in FaultKind), "crash", "vanish")
 """What ``--faults`` may name: the links' latency, bandwidth and slices, the faults of a link, a stage that is
 killed and started again, and one that is cut off from the network for a while."""
-WINDOW_SECS: Final = 5.0
-"""Requests come, and faults begin, within this time."""
-MOST_RETURNING: Final = 8
-"""Requests of those who find a cache, which come within twice that time."""
 
 
 @attrs.frozen(slots=True)
@@ -81,6 +78,7 @@ class Scenario:
         drivers: peers that speak the protocol to stage 0 by themselves, beside the front end.
         sequences: native sequences of each stage; where there are fewer than lanes and drivers, these wait.
         prefixes: what the stages remember; None: nothing.
+        size: what the numbers were drawn from.
     """
 
     seed: int
@@ -98,6 +96,7 @@ class Scenario:
     faults: tuple[LinkFault, ...]
     blows: tuple[Blow, ...]
     prefixes: Prefixes | None = None
+    size: Size = LARGE
 
     @property
     def native_sequences(self) -> int:
@@ -114,6 +113,7 @@ class Scenario:
 def draw(
     seed: int,
     *,
+    size: str | None = None,
     stages: int | None = None,
     requests: int | None = None,
     faults: Collection[str] = FAULT_NAMES,
@@ -121,12 +121,14 @@ def draw(
     """The scenario of a seed.
 
     Args:
+        size: one of SIZES; None: the seed says.
         stages, requests: how many; None: the seed says.
         faults: names of :data:`FAULT_NAMES` that may come.
     """
     chance = random.Random(f"scenario/{seed}")
-    count = stages or chance.choice([1, 2, 2, 3, 3, 4])
-    lanes = chance.choice([1, 2, 2, 3, 4])
+    of = draw_size(seed) if size is None else SIZES[size]
+    count = stages or chance.choice(of.stages)
+    lanes = chance.choice(of.lanes)
     splits = tuple(chance.choice([1, 1, 2]) for _ in range(count))
     model = ToyModel(
         layers=sum(splits),
@@ -134,14 +136,16 @@ def draw(
         end_at=chance.choice([None, 20, 40]),
     )
     asked = [
-        _ask(chance, model)
-        for _ in range(requests if requests is not None else chance.randint(1, 2 * lanes + 1))
+        _ask(chance, model, of)
+        for _ in range(
+            requests if requests is not None else chance.randint(1, of.requests_for_each_lane * lanes + 1)
+        )
     ]
-    prefixes = draw_prefixes(seed)
+    prefixes = draw_prefixes(seed, of)
     if prefixes is not None:
-        asked = _sharing(seed, prefixes, model, asked, MOST_RETURNING if requests is None else 0)
+        asked = _sharing(seed, prefixes, model, of, asked, of.returning if requests is None else 0)
     drivers = chance.choice([0, 0, 1])
-    drawn = _Faults(chance, count, lanes, faults)
+    drawn = _Faults(chance, count, lanes, of.secs, faults)
     return Scenario(
         seed=seed,
         splits=splits,
@@ -170,14 +174,17 @@ def draw(
         faults=tuple(drawn.of_links()),
         blows=tuple(sorted(drawn.blows(), key=lambda blow: blow.at)),
         prefixes=prefixes,
+        size=of,
     )
 
 
-def _sharing(seed: int, prefixes: Prefixes, model: ToyModel, asked: list[Asked], most: int) -> list[Asked]:
+def _sharing(
+    seed: int, prefixes: Prefixes, model: ToyModel, size: Size, asked: list[Asked], most: int
+) -> list[Asked]:
     """These requests and at most ``most`` others, with prompts that have beginnings in common."""
     chance = random.Random(f"returning/{seed}")
-    more = [_ask(chance, model) for _ in range(chance.randint(0, most))]
-    later = [attrs.evolve(each, at=chance.uniform(0, 2 * WINDOW_SECS)) for each in more]
+    more = [_ask(chance, model, size) for _ in range(chance.randint(0, most))]
+    later = [attrs.evolve(each, at=chance.uniform(0, 2 * size.secs)) for each in more]
     asked = sorted([*asked, *later], key=lambda each: each.at)
     prompts = share(seed, prefixes, model, [each.request for each in asked])
     return [
@@ -216,9 +223,9 @@ def _weather(chance: random.Random, bad: bool) -> Conditions:
     )
 
 
-def _ask(chance: random.Random, model: ToyModel) -> Asked:
+def _ask(chance: random.Random, model: ToyModel, size: Size) -> Asked:
     prompt = [ToyVocabulary.BOS] * (chance.random() < 0.5)
-    prompt += [chance.randrange(32, 127) for _ in range(chance.choice([1, 5, 20, 40]))]
+    prompt += [chance.randrange(32, 127) for _ in range(chance.choice(size.prompt))]
     sampling = None
     if chance.random() < 0.5:
         sampling = SamplingConfig(
@@ -232,13 +239,13 @@ def _ask(chance: random.Random, model: ToyModel) -> Asked:
         )
     request = GenerationRequest(
         prompt=prompt,
-        max_tokens=chance.choice([1, 4, 10, 20]),
+        max_tokens=chance.choice(size.answer),
         sampling=sampling,
         top_logprobs=chance.choice([None, None, None, 0, 2]),
     )
     leaves = chance.random()
     return Asked(
-        at=chance.choice([0.0, chance.uniform(0, WINDOW_SECS)]),
+        at=chance.choice([0.0, chance.uniform(0, size.secs)]),
         request=request,
         leaves_after=chance.randint(0, 8) if leaves < 0.2 else None,
         patience=chance.uniform(0, 2) if leaves > 0.85 else None,
@@ -250,10 +257,13 @@ def _ask(chance: random.Random, model: ToyModel) -> Asked:
 class _Faults:
     """The dice for what goes wrong."""
 
-    def __init__(self, chance: random.Random, stages: int, lanes: int, names: Collection[str]) -> None:
+    def __init__(
+        self, chance: random.Random, stages: int, lanes: int, secs: float, names: Collection[str]
+    ) -> None:
         self._chance = chance
         self._stages = stages
         self._lanes = lanes
+        self._secs = secs
         self._kinds = [kind for kind in FaultKind if kind.value in names]
         self._crash, self._vanish = "crash" in names, "vanish" in names
         # A third of all seeds has none, so that what holds without faults is looked at too.
@@ -306,7 +316,7 @@ class _Faults:
             return []
         blows = [
             Blow(
-                at=chance.uniform(0, WINDOW_SECS),
+                at=chance.uniform(0, self._secs),
                 fault=self._timed(),
                 direction=chance.choice(list(Direction)),
                 place=chance.random(),
@@ -317,7 +327,7 @@ class _Faults:
             if wanted and chance.random() < 0.5:
                 blows.append(
                     Blow(
-                        at=chance.uniform(0, WINDOW_SECS),
+                        at=chance.uniform(0, self._secs),
                         stage=chance.randrange(1 if chance.random() < 0.8 else 0, self._stages),
                         kills=not silent or chance.random() < 0.5,
                         silent=silent,

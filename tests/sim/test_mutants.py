@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", ["keep-sequence", "deliver-twice", "ignore-epoch"])
 def test_a_mutant_is_found(name: str) -> None:
-    done = run(name, "--seeds", "40")
+    done = run(name, "--seeds", "40", "--size", "large")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"| `{name}` | ")
 

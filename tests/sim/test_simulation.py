@@ -19,6 +19,7 @@ from skippy.sim.faults import Direction, Fault, FaultKind
 from skippy.sim.peers import Peer
 from skippy.sim.running import Simulation, simulate
 from skippy.sim.scenario import Blow, draw
+from skippy.sim.sizes import LARGE, SIZES, SMALL
 from skippy.stage.keeping import StageCache
 from skippy.stage.scheduler import Scheduler
 
@@ -43,23 +44,23 @@ def test_a_thousand_seeds() -> None:
 def test_seeds_that_have_found_faults(seed: int) -> None:
     """Requests that waited for each other; a draw between two tokens; a row overwritten; a peer that went on;
     a replay taken for a miss; one that was refused behind what was restored; a miss that left some of it."""
-    assert run_seed(Settings(), seed).violation is None
+    assert run_seed(Settings(size="large"), seed).violation is None
 
 
 def test_a_peer_may_get_what_changed_bytes_have_made_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """An activation has no checksum: nobody can know. With no byte changed it is a fault."""
-    report = simulate(draw(11119))
+    report = simulate(draw(11119, size="large"))
     assert report.violation is None
     assert any("peer-0 ended: LinkClosed: peer-0 got" in line for line in report.trace.lines)
     monkeypatch.setattr(Simulation, "_may_differ", lambda self, began: False)
-    assert str(simulate(draw(11119)).violation).startswith("peer-0 got")
+    assert str(simulate(draw(11119, size="large")).violation).startswith("peer-0 got")
 
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("fault", [Fault(FaultKind.STALL), Fault(FaultKind.TRICKLE, secs=0.05)], ids=str)
 def test_a_peer_whose_link_gets_slow_or_dead_ends(fault: Fault, direction: Direction) -> None:
     """A slow link is no fault of the chain, and that of a peer carries no signs of life."""
-    drawn = draw(8)
+    drawn = draw(8, size="large")
     assert drawn.drivers
     blow = Blow(at=0.3, fault=fault, direction=direction, place=0.0)
     report = simulate(attrs.evolve(drawn, faults=(), blows=(blow,)))
@@ -93,7 +94,7 @@ def test_a_seed_gives_the_same_trace_again_in_one_process() -> None:
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Scheduler, "release_sequence", lambda self, sequence: None)
-    words = ["sim", "--seed", "3", "--stages", "2", "--requests", "2", "--faults", "none"]
+    words = ["sim", "--seed", "3", "--size", "small", "--stages", "2", "--requests", "2", "--faults", "none"]
     done = CliRunner().invoke(cli, [*words, "--trace", str(tmp_path / "trace")], standalone_mode=False)
     lines = done.output.splitlines()
     assert done.return_value == 1
@@ -121,7 +122,7 @@ def test_faults_may_be_chosen(tmp_path: Path) -> None:
 
 def test_stages_that_remember_are_found_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all seeds have caches, and their prompts make them hit in every way."""
-    drawn = [scenario for seed in range(400) if (scenario := draw(seed)).prefixes is not None]
+    drawn = [scenario for seed in range(400) if (scenario := draw(seed, size="large")).prefixes]
     assert 160 < len(drawn) < 240
     seen: Counter[str] = Counter()
     count_hit = StageCache._count_hit
@@ -165,11 +166,31 @@ def test_peers_ask_for_prefixes_in_every_way(monkeypatch: pytest.MonkeyPatch) ->
         (MessageKind.RESTORE_PREFILL, True, "nothing"),
         (MessageKind.TRY_RESTORE_PREFILL_DECODE, True, "nothing"),
     }
-    for scenario in map(draw, range(400)):
+    for scenario in (draw(seed, size="large") for seed in range(400)):
         if scenario.drivers and scenario.prefixes is not None and not wanted <= seen:
             assert simulate(scenario).violation is None
     assert wanted <= seen
     assert not any(some == "some" for _, settles, some in seen if not settles)
+
+
+def test_a_seed_says_how_large_it_is() -> None:
+    """Few are large, and what is asked for with a size is what it is where the seed chose that."""
+    sizes = {seed: draw(seed).size for seed in range(1000)}
+    assert 70 < sum(size is LARGE for size in sizes.values()) < 130
+    for seed in range(50):
+        assert draw(seed, size=sizes[seed].name).asked == draw(seed).asked
+        small, large = draw(seed, size="small"), draw(seed, size="large")
+        assert len(small.splits) in SMALL.stages
+        assert len(large.splits) in LARGE.stages
+        assert all(asked.request.max_tokens in SMALL.answer for asked in small.asked)
+        assert all(asked.at <= 2 * SMALL.secs for asked in small.asked)
+    tokens = {size: sum(_tokens(seed, size) for seed in range(100)) for size in SIZES}
+    assert 3 * tokens["small"] < tokens["large"]
+
+
+def _tokens(seed: int, size: str) -> int:
+    asked = draw(seed, size=size).asked
+    return sum(len(each.request.prompt) + each.request.max_tokens for each in asked)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
