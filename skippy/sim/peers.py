@@ -97,12 +97,14 @@ class Peer:
     """One connection to stage 0, and requests on it. :meth:`run` is its task; it raises Violation.
 
     Attributes:
+        places: the dice for whether a frame at the session's end says its position.
         may_differ: as for :class:`Client`. An answer that is wrong for this reason ends the peer.
         ended: why it has ended: ``done``, or the text of what ended its connection.
     """
 
     name: str
     chance: random.Random
+    places: random.Random
     model: ToyModel
     trace: Trace
     sessions: int
@@ -246,10 +248,10 @@ class Peer:
             await self._decode_at(self._end(), kind)
 
     async def _decode_at(self, position: int, kind: MessageKind) -> None:
-        token = self._tokens(1)[0]
+        token, place = self._tokens(1)[0], self._place(position)
         self._oracle.cut(position)
         self._owed.append((ReplyKind.PREDICTED_TOKEN, self._oracle.run([token], self._step(position))))
-        await self._send(kind, position, [token], decode_step=self._step(position))
+        await self._send(kind, place, [token], decode_step=self._step(position))
 
     async def _verify(self) -> None:
         position, tokens = self._position(), self._tokens(4)
@@ -273,9 +275,10 @@ class Peer:
         self._oracle.cut(length)
         self._generation += 1
         position, tokens = max(1, length - self.chance.randrange(2)), self._tokens(3)
+        place = self._place(position)
         self._oracle.cut(position)
         self._oracle.run(tokens)
-        await self._send(K.DECODE_REPLAY_EMBD, position, tokens)
+        await self._send(K.DECODE_REPLAY_EMBD, place, tokens)
         self._owed += [ACK, ACK]
 
     async def _late(self) -> None:
@@ -362,6 +365,10 @@ class Peer:
         if end < len(self._oracle.held) or self.chance.random() < 0.6:
             return end
         return max(1, end - self.chance.randint(1, 5))
+
+    def _place(self, position: int) -> int:
+        """What a frame says of it: nothing, at times, where it is the session's end."""
+        return -1 if position == len(self._oracle.held) and self.places.random() < 0.2 else position
 
     def _end(self) -> int:
         """The end; far back where there is no room behind it."""

@@ -14,7 +14,7 @@ from skippy.stage.context import HANDSHAKE_SECS
 from .clients import Client
 from .clock import SimClock
 from .cluster import SimCluster, party
-from .faults import FaultKind
+from .faults import Fault, FaultKind
 from .invariants import check_always, check_end, check_idle, check_links
 from .network import SimNetwork
 from .peers import Peer
@@ -33,6 +33,11 @@ PEER_SECS: Final = 270.0
 PEER_STALL_SECS: Final = 30.0
 """A peer waits for a reply for as long as its link is there, and a link that is dead is the system's to find:
 so its link stalls for no longer."""
+HOLDING_STALL_SECS: Final = 10.0
+"""Where a request may have to wait for the sequence that a peer holds: it fails when it has waited for
+:data:`~skippy.stage.scheduler.SEQUENCE_WAIT_SECS`, which would be no fault of the chain."""
+HOLDING_BYTE_SECS: Final = 0.001
+"""And what a byte may take then on a link that trickles."""
 DETECTION_SECS: Final = 1.0
 """So long after a neighbour's timeout, a lane that a fault has hit is known to be lost."""
 RECOVERY_SECS: Final = 30.0
@@ -181,7 +186,10 @@ class Simulation:
             sessions += 1
             # Half of them come when requests have left something, and stages may have lost it again.
             await trio.sleep(chance.choice([0.0, chance.uniform(0, 2 * self._scenario.size.secs)]))
-        peer = Peer(name, chance, self._scenario.model, self.trace, sessions, frames, self._may_differ, texts)
+        places = random.Random(f"places/{self._scenario.seed}/{number}")
+        peer = Peer(
+            name, chance, places, self._scenario.model, self.trace, sessions, frames, self._may_differ, texts
+        )
         self._peers.append(peer)
         with within(PEER_SECS, f"{name} has not ended"):
             await peer.run(running.stage, self._network.of(name))
@@ -194,7 +202,7 @@ class Simulation:
             if wires:
                 wire, fault = wires[int(blow.place * len(wires))], blow.fault
                 if wire.name.dialer not in map(party, range(len(self._scenario.splits))):
-                    fault = attrs.evolve(fault, secs=min(fault.secs, PEER_STALL_SECS))
+                    fault = attrs.evolve(fault, secs=min(fault.secs, self._most_secs_of_a_peer(fault)))
                 wire.strike(blow.direction, fault)
         elif blow.kills:
             self._cluster.kill(blow.stage, blow.secs, silent=blow.silent)
@@ -204,6 +212,12 @@ class Simulation:
                 self._network.vanish(name)
                 await trio.sleep(blow.secs)
                 self._network.return_of(name)
+
+    def _most_secs_of_a_peer(self, fault: Fault) -> float:
+        scenario = self._scenario
+        if scenario.sequences >= scenario.lanes + scenario.drivers:
+            return PEER_STALL_SECS
+        return HOLDING_BYTE_SECS if fault.kind is FaultKind.TRICKLE else HOLDING_STALL_SECS
 
     async def _lose(self, loss: Loss) -> None:
         await trio.sleep_until(loss.at)

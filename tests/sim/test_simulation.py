@@ -56,6 +56,18 @@ def test_a_peer_may_get_what_changed_bytes_have_made_of_its_answer(monkeypatch: 
     assert str(simulate(draw(11119, size="large")).violation).startswith("peer-0 got")
 
 
+def test_no_request_waits_in_vain_for_the_sequence_of_a_peer_whose_link_is_slow() -> None:
+    """There is one for both. A request that has waited for as long as it may would fail by nobody's fault."""
+    drawn = draw(8833, size="small")
+    assert drawn.drivers
+    assert drawn.sequences == drawn.lanes
+    assert any(blow.fault is not None and blow.fault.kind is FaultKind.STALL for blow in drawn.blows)
+    report = simulate(drawn)
+    assert report.violation is None
+    assert "peer-0>stage-0#0 forward stall now" in report.trace.text
+    assert "peer-0 ended: done" in report.trace.text
+
+
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("fault", [Fault(FaultKind.STALL), Fault(FaultKind.TRICKLE, secs=0.05)], ids=str)
 def test_a_peer_whose_link_gets_slow_or_dead_ends(fault: Fault, direction: Direction) -> None:
