@@ -143,7 +143,7 @@ class Execution(FusedRestores):
                 self.stats.observe(message, times, sent=False)
             await self._answer(session, message, outcome[0])
         else:
-            # What a stage in between does not know yet is where a session ends (see _undo_missed).
+            # Behind TryRestorePrefillDecode a stage in between does not know where the session ends.
             placed = message if message.pos_start >= 0 else attrs.evolve(message, pos_start=held)
             frame = downstream.with_wave(placed.forwarded(context.stage_index, output), work.wave)
             if not work.decodes and downstream.restores and not session.alone:

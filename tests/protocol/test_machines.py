@@ -81,6 +81,8 @@ def upstream(*kinds: MessageKind) -> UpstreamConnection:
         ([K.PREFILL_EMBD, K.VERIFY_WINDOW, K.RETIRE_VERIFY_WINDOW], UpstreamState.DECODING),
         ([K.PROBE_PREFILL], UpstreamState.IDLE),
         ([K.TRY_RESTORE_PREFILL, K.PREFILL_EMBD, K.TRIM_SESSION], UpstreamState.PREFILLING),
+        ([K.TRIM_SESSION], UpstreamState.IDLE),
+        ([K.TRIM_SESSION, K.CONFIGURE_GENERATION, K.TRIM_SESSION], UpstreamState.CONFIGURED),
         ([K.STOP], UpstreamState.STOPPING),
         ([K.PREFILL_EMBD, K.DECODE_EMBD, K.STOP], UpstreamState.STOPPING),
     ],
@@ -98,7 +100,6 @@ def test_what_a_request_may_look_like(kinds: list[MessageKind], state: UpstreamS
     [
         ([], K.DECODE_EMBD),
         ([], K.VERIFY_WINDOW),
-        ([], K.TRIM_SESSION),
         ([], K.RETIRE_VERIFY_WINDOW),
         ([], K.PREDICTION_RETURN_OPEN),
         ([], K.STATE_IMPORT),
