@@ -1,7 +1,7 @@
 """How large the storm of a seed is: what each of its numbers is drawn from. Pure.
 
-Most are small: three take as long as a large one, and in the same time they show most faults more often.
-A tenth is large, for what needs many requests at once, long prompts or four stages.
+Most are small: a large one takes as long as two of them, and in the same time small ones show more of the
+faults that are planted. A tenth is large, for what needs many requests at once, long prompts or four stages.
 """
 
 from __future__ import annotations
