@@ -28,9 +28,9 @@ class ToyModel:
     width: int = 4
 
 
-def expected(model: ToyModel, request: GenerationRequest) -> tuple[list[int], FinishReason]:
-    """All tokens of a request that is left alone, and why it ends."""
-    engine = ToyEngine(
+def _unsplit(model: ToyModel) -> ToyEngine:
+    """All of it in one engine, for one sequence."""
+    return ToyEngine(
         0,
         model.layers,
         model.layers,
@@ -39,6 +39,11 @@ def expected(model: ToyModel, request: GenerationRequest) -> tuple[list[int], Fi
         max_sequences=1,
         end_at=model.end_at,
     )
+
+
+def expected(model: ToyModel, request: GenerationRequest) -> tuple[list[int], FinishReason]:
+    """All tokens of a request that is left alone, and why it ends."""
+    engine = _unsplit(model)
     sampler = engine.new_sampler(request.sampling)
     prompt = list(request.prompt)
     if prompt[:-1]:
@@ -70,15 +75,7 @@ class RowOracle:
     def __init__(self, model: ToyModel, sampling: SamplingConfig | None) -> None:
         self.held: list[int] = []
         self._sampling = sampling
-        self._engine = ToyEngine(
-            0,
-            model.layers,
-            model.layers,
-            width=model.width,
-            context_length=model.context_length,
-            max_sequences=1,
-            end_at=model.end_at,
-        )
+        self._engine = _unsplit(model)
 
     def cut(self, length: int) -> None:
         self._engine.trim(0, length)

@@ -157,17 +157,7 @@ def draw(
         cost=chance.choice(
             [StepCost(), StepCost(0.002), StepCost(0.01, 0.0005), StepCost(0.05, 0.002)],
         ),
-        options=StageOptions(
-            max_inflight=chance.choice([1, 4, 8]),
-            reply_credit_limit=chance.choice([None, None, 0, 1]),
-            async_prefill_forward=chance.random() < 0.8,
-            safe_mode=chance.random() < 0.15,
-            # A stage that is dialled and silent may still be loading: that wait has no other end than this.
-            downstream_connect_timeout_secs=10,
-            peer_timeout_secs=chance.choice([1.5, 2.0, 4.0]),
-            warm_preconnect=chance.random() < 0.25,
-            link_token=chance.choice([None, "secret"]),
-        ),
+        options=_options(chance),
         openai=_openai(chance, lanes),
         batch_max_tokens=chance.choice([None, 16]),
         asked=tuple(sorted(asked, key=lambda each: each.at)),
@@ -194,6 +184,20 @@ def _sharing(
         )
         for each, prompt in zip(asked, prompts, strict=True)
     ]
+
+
+def _options(chance: random.Random) -> StageOptions:
+    return StageOptions(
+        max_inflight=chance.choice([1, 4, 8]),
+        reply_credit_limit=chance.choice([None, None, 0, 1]),
+        async_prefill_forward=chance.random() < 0.8,
+        safe_mode=chance.random() < 0.15,
+        # A stage that is dialled and silent may still be loading: that wait has no other end than this.
+        downstream_connect_timeout_secs=10,
+        peer_timeout_secs=chance.choice([1.5, 2.0, 4.0]),
+        warm_preconnect=chance.random() < 0.25,
+        link_token=chance.choice([None, "secret"]),
+    )
 
 
 def _openai(chance: random.Random, lanes: int) -> OpenAIOptions:
