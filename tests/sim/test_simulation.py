@@ -15,10 +15,12 @@ from click.testing import CliRunner
 from skippy.cli.main import cli
 from skippy.protocol import MessageKind
 from skippy.sim.batch import Settings, run_seed, run_seeds
+from skippy.sim.cluster import SimCluster
 from skippy.sim.faults import Direction, Fault, FaultKind
+from skippy.sim.invariants import check_idle
 from skippy.sim.peers import Peer
 from skippy.sim.running import Simulation, simulate
-from skippy.sim.scenario import Blow, draw
+from skippy.sim.scenario import Blow, Scenario, draw
 from skippy.sim.sizes import LARGE, SIZES, SMALL
 from skippy.stage.keeping import StageCache
 from skippy.stage.scheduler import Scheduler
@@ -54,6 +56,31 @@ def test_a_peer_may_get_what_changed_bytes_have_made_of_its_answer(monkeypatch: 
     assert any("peer-0 ended: LinkClosed: peer-0 got" in line for line in report.trace.lines)
     monkeypatch.setattr(Simulation, "_may_differ", lambda self, began: False)
     assert str(simulate(draw(11119, size="large")).violation).startswith("peer-0 got")
+
+
+def test_an_audit_may_find_what_changed_bytes_have_made_of_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do keys and values have one. With no byte changed, a prefix that differs is a fault."""
+    report = simulate(draw(37781, size="small"))
+    assert report.violation is None
+    assert "log: a remembered prefix differs from what computing it again gives" in report.trace.text
+
+    def strict(scenario: Scenario, cluster: SimCluster, *, altered: bool) -> None:
+        assert altered
+        check_idle(scenario, cluster)
+
+    monkeypatch.setattr("skippy.sim.running.check_idle", strict)
+    violation = str(simulate(draw(37781, size="small")).violation)
+    assert violation == "stage-1 has remembered what it computes otherwise"
+
+
+def test_what_changed_bytes_have_made_is_remembered() -> None:
+    """So who comes later may get it from the cache of a stage; without one, only who was there."""
+    drawn = draw(37781, size="small")
+    for scenario, later in ((drawn, True), (attrs.evolve(drawn, prefixes=None), False)):
+        simulation = Simulation(scenario)
+        simulation._network.struck.append((100.0, FaultKind.LIE.value))
+        assert simulation._may_differ(began=100.0)
+        assert simulation._may_differ(began=500.0) is later
 
 
 def test_no_request_waits_in_vain_for_the_sequence_of_a_peer_whose_link_is_slow() -> None:
