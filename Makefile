@@ -1,5 +1,5 @@
 # make run: talk to a real model, split over three processes. make test: prove that the split changes nothing.
-# Both need Python 3.11 or newer, a C and C++ compiler, and make; the first call sets up .venv (about 5 minutes,
+# Both need Python 3.11 or newer, a C and C++ compiler, and make; the first call sets up .venv (about 3 minutes,
 # most of it for compiling llama.cpp). `make run ARGS="--stages 2"` passes options on.
 
 SHELL := /bin/bash
@@ -20,8 +20,8 @@ FUZZ_SECONDS ?= 60
 
 # Every stage is a process: without its bytecode, each would compile some 300 modules as it starts.
 unexport PYTHONDONTWRITEBYTECODE
-# What reads pictures and sound is not used here, and is a good part of what there is to compile.
-export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+# What reads pictures and sound, and what llama.cpp's own tools share, is not used here: most of what there is to compile.
+export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF "-DCMAKE_PROJECT_llama.cpp_INCLUDE=$(CURDIR)/scripts/llama-cpp.cmake"
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 .PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim families rules format docs clean
@@ -128,7 +128,7 @@ $(VENV)/.stamp-base: pyproject.toml $(wildcard setup.py) $(TAP_SOURCES) | $(VENV
 	@if ! $(BIN)/python -c 'import llama_cpp' >/dev/null 2>&1; then \
 		if ! command -v "$${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then \
 			echo "error: no C++ compiler found (c++, g++ or clang++); llama-cpp-python is built from source" >&2; exit 1; fi; \
-		echo "Setting up $(VENV); llama.cpp is compiled once, which takes about 5 minutes on two cores."; fi
+		echo "Setting up $(VENV); llama.cpp is compiled once, which takes about 3 minutes on two cores."; fi
 	$(PIP) -e .
 	@touch $@
 
