@@ -1,5 +1,5 @@
 # make run: talk to a real model, split over three processes. make test: prove that the split changes nothing.
-# Both need Python 3.11 or newer, a C and C++ compiler, and make; the first call sets up .venv (about 3 minutes,
+# Both need Python 3.11 or newer, a C and C++ compiler, and make; the first call sets up .venv (some minutes,
 # most of it for compiling llama.cpp). `make run ARGS="--stages 2"` passes options on.
 
 SHELL := /bin/bash
@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF "-DCMAKE_PROJECT_llama.cpp_INCLUDE=$(CURDIR)/scripts/llama-cpp.cmake"
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: help run test lint types imports unit bench soak faults schemas fuzz mutants sim families rules format docs clean
+.PHONY: help run test lint types imports seeds unit bench soak faults schemas fuzz mutants sim families rules format docs clean
 
 help:
 	@echo "make run    serve the bundled model, split over three processes (ARGS=... for skippy run)"
@@ -36,12 +36,12 @@ help:
 	@echo "make sim    simulate chains that fail, SIM_SEEDS of them (ARGS=... for skippy sim)"
 	@echo "make families   cut a small model of every architecture everywhere; write records and table (docs/models.md)"
 	@echo "make rules      take each rule of cutting away: does a small model show it?"
-	@echo "also: lint types imports unit format docs clean"
+	@echo "also: lint types imports seeds unit format docs clean"
 
 run: $(VENV)/.stamp-base $(VENV)/.stamp-model
 	@exec $(BIN)/skippy run $(ARGS)
 
-test: lint types imports unit
+test: lint types imports seeds unit
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -53,8 +53,12 @@ types: $(VENV)/.stamp-dev
 imports: $(VENV)/.stamp-dev
 	$(BIN)/lint-imports
 
+# The 1,000 seeds of the simulation, which use all cores themselves: beside other tests both would only take longer.
+seeds: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m all_cores tests/sim
+
 unit: $(VENV)/.stamp-dev $(VENV)/.stamp-model
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not all_cores" $(ARGS)
 
 # The quick form of each; docs/performance.md says what they measure, and how the long runs were called.
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-model
@@ -128,7 +132,7 @@ $(VENV)/.stamp-base: pyproject.toml $(wildcard setup.py) $(TAP_SOURCES) | $(VENV
 	@if ! $(BIN)/python -c 'import llama_cpp' >/dev/null 2>&1; then \
 		if ! command -v "$${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then \
 			echo "error: no C++ compiler found (c++, g++ or clang++); llama-cpp-python is built from source" >&2; exit 1; fi; \
-		echo "Setting up $(VENV); llama.cpp is compiled once, which takes about 3 minutes on two cores."; fi
+		echo "Setting up $(VENV); llama.cpp is compiled once, which takes some minutes."; fi
 	$(PIP) -e .
 	@touch $@
 

@@ -29,6 +29,7 @@ SEEDS = 1000
 
 
 @pytest.mark.slow
+@pytest.mark.all_cores
 def test_a_thousand_seeds() -> None:
     settings = Settings()
     failed, completed, faulty = [], 0, 0
